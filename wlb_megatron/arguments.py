@@ -94,7 +94,7 @@ def check_numbers(config: WlbConfig) -> None:
 def name_flag(message: str, args: argparse.Namespace, prefix: str = "") -> str:
     """The message with the flag instead of a setting's name at its start.
 
-    prefix: of the settings among `args`.
+    The settings have this prefix among `args`.
     """
     name, *rest = message.split(" ", 1)
     name = prefix + {"per_document": "document_cost"}.get(name, name)

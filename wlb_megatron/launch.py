@@ -14,7 +14,8 @@ from wlb_megatron.plugin.launch import main
 def dry_run(arguments: Sequence[str], run: Callable[[], None]) -> int:
     """Megatron's own parser and the plugin's refusals, as for that many GPUs, then `analyze` of the same flags.
 
-    arguments: of this process. run: the training script, up to where its flags are checked. Returns the exit code.
+    `arguments` are this process's, `run` is the training script up to where its flags are checked. Returns the exit
+    code.
     """
     world = _world_size(arguments)
     if world is None:

@@ -77,7 +77,7 @@ def _windows(args: Any, config: WlbConfig) -> bool:
 
 
 def _balancing(args: Any) -> bool:
-    """Whether a router has a balancing loss: of its kinds, one coefficient or one for each."""
+    """Whether a router has a balancing loss. Its kinds have one coefficient, or one for each."""
     kinds, coefficients = _get(args, "moe_router_load_balancing_type"), _get(args, "moe_aux_loss_coeff")
     coefficients_of_kinds = coefficients if isinstance(coefficients, list) else [coefficients]
     return any(kind != "none" for kind in (kinds if isinstance(kinds, list) else [kinds])) and any(

@@ -20,10 +20,10 @@ class Entry:
     """One choice.
 
     Args:
-        code: where its class or function is, "module:name". It is imported when it is used.
-        help: what the flag's help says of it.
+        code: place of its class or function, "module:name". It is imported when it is used.
+        help: its words in the flag's help.
         settings: fields of WlbConfig that only this entry, and others that name them, read.
-        trains: whether training takes it; else only the planning commands do, to compare with it.
+        trains: training takes it; else only the planning commands do, to compare with it.
         instead: the entry that flags take in its place, with a line, for a name that they no longer offer.
     """
 
@@ -76,7 +76,7 @@ class KernelsEntry(Entry):
         label: how messages call them.
         unfit: a function (of kernel_choice.Layer) that says why they cannot serve a layer, or None if they can.
         packages: versions of the packages that they need, by name; no other version is used.
-        extra: of setup.py, which installs these.
+        extra: the one of setup.py that installs these.
         by_size: each size of call needs a kernel of its own (cuDNN's graphs); else each kind of call does.
     """
 

@@ -267,8 +267,8 @@ class UsageError(WlbError):
 
 
 def explain_unknown(given: Sequence[str], takes: Container[str], command: str) -> str:
-    """A line for the first flag with a known cure, else for all. given: what the command did not understand. takes:
-    the command's flags."""
+    """A line for the first flag with a known cure, else for all. The command did not understand `given`; it has the
+    flags `takes`."""
     for part in given:
         flag = part.split("=")[0]
         plain = flag.replace("--wlb-", "--", 1)

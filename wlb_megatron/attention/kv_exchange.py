@@ -28,7 +28,8 @@ def start_gather(
 ) -> Callable[[int], Tensor]:
     """Starts to fetch the keys that this rank needs.
 
-    kv: [t, 2, heads, dim], the keys that it holds (ShardPlan.held_keys). hidden: whether other kernels run meanwhile.
+    `kv`, [t, 2, heads, dim], has the keys that it holds (ShardPlan.held_keys). `hidden` says that other kernels run
+    meanwhile.
 
     Returns a function that waits and returns [rows, 2, heads, dim] for the requested number of rows: the first n in
     the order of the plan's key buffer, then rows that nothing reads.
@@ -55,7 +56,7 @@ def start_return(
 def add_returned(exchange: DeviceExchange, grad: Tensor, back: Tensor, *targets: Tensor) -> None:
     """Adds gradients to those of the rank's own keys, [t, 2, heads, dim], and of each part of its cached keys.
 
-    Sums are in fp32 at least, in rank order, rounded once. back: what start_return's function returned for grad.
+    Sums are in fp32 at least, in rank order, rounded once. `back` is the result of start_return's function for grad.
     """
     for target, groups in zip(targets, exchange.returns, strict=True):
         add_rows(target, grad, groups, back)

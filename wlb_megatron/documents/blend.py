@@ -181,7 +181,7 @@ def part_corpora(
     split: str | None = None,
     part: str = "train",
 ) -> list[Corpus]:
-    """The corpora of a part, see Blend.corpora. lengths: of all documents of each path."""
+    """The corpora of a part, see Blend.corpora. `lengths` has those of all documents of each path."""
     if part not in SPLITS:
         raise WlbError(f"unknown part {part!r}; choose {', '.join(SPLITS)}")
     corpora, first_id = [], 0

@@ -76,9 +76,12 @@ class Corpus:
 class Rules:
     """How a corpus becomes pieces.
 
-    window: most tokens of a piece (with overlong "chunk", of the longest document that trains whole). overlong: what
-    happens to longer documents, one of config.OVERLONG. seed: shuffles each epoch anew; None keeps the corpus's
-    order. endless: epoch after epoch, or one pass. epochs: of an endless run that ends after so many.
+    Args:
+        window: most tokens of a piece (with overlong "chunk", of the longest document that trains whole).
+        overlong: one of config.OVERLONG, for longer documents.
+        seed: shuffles each epoch anew; None keeps the corpus's order.
+        endless: epoch after epoch, or one pass.
+        epochs: an endless run ends after so many.
     """
 
     window: int
@@ -134,8 +137,8 @@ class CorpusWalk:
         self.place(np.zeros(10, dtype=np.int64), VERSION)
 
     def place(self, row: IntArray, version: int, earlier_windows: Sequence[EarlierWindow] = ()) -> None:
-        """Go on after this row; only its STATE columns matter. version: of the state, see VERSION. earlier_windows:
-        windows of the row's epoch before this one."""
+        """Go on after this row; only its STATE columns matter. `version` is the state's, see VERSION.
+        `earlier_windows` are those of the row's epoch before this one."""
         self._row, self._version = row.copy(), version
         self._changed = int(row[EPOCH]), tuple(earlier_windows)
         self._begin_epoch()

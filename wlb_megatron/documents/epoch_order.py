@@ -25,7 +25,8 @@ class EpochOrder:
     def __init__(
         self, count: int, stored: IntArray | None = None, keys: npt.NDArray[np.uint64] | None = None
     ) -> None:
-        """stored: the document of each place; or keys: of a permutation, see `permuted`; or neither: as they stand."""
+        """Takes `stored`, the document of each place, or a permutation's `keys`, see `permuted`, or neither: as they
+        stand."""
         self._count, self._stored, self._keys = count, stored, keys
 
     def __call__(self, begin: int, end: int) -> IntArray:

@@ -40,7 +40,7 @@ _REBUILD = "rebuild the corpus with Megatron's tools/preprocess_data.py"
 class Index:
     """What an .idx says: int32 or int64[n] tokens and int64[n] byte offset of each document, and the token type.
 
-    bin_bytes: what the .bin must hold; None if another process checks that.
+    The .bin must hold `bin_bytes`; None if another process checks that.
     """
 
     path: Path

@@ -150,7 +150,7 @@ class Spread(NamedTuple):
 
     @classmethod
     def of(cls, places: IntArray, tokens_left: IntArray, window: int, begin: int, end: int) -> Spread:
-        """places: of the documents in the epoch's order. tokens_left: tokens that each has yet to give."""
+        """`places` are the documents' in the epoch's order; `tokens_left` is what each has yet to give."""
         return cls(begin, end, places % max(1, end - begin), -(-tokens_left // window))
 
     @property
@@ -167,8 +167,8 @@ def tokens_given(
 ) -> IntArray:
     """int64[n]: tokens that the epoch has given of documents of these lengths by the end of the last earlier window.
 
-    places: of the documents in the epoch's order of `count`. A document that no window so far has cut comes whole at
-    its place.
+    `places` are the documents' in the epoch's order of `count`. A document that no window so far has cut comes whole
+    at its place.
     """
     tokens_out, begin, least_window = np.zeros_like(lengths), 0, WHOLE
     for end, window in earlier_windows:

@@ -45,8 +45,8 @@ class MaskedCorpus(IndexedCorpus):
     def __init__(
         self, path: str | Path, kept_part: Kept, measured_before: tuple[Any, ...] | None = None
     ) -> None:
-        """measured_before: of a pickled copy. WlbError as for IndexedCorpus, and where the mask is missing or not one
-        of these tokens."""
+        """`measured_before` is a pickled copy's. WlbError as for IndexedCorpus, and where the mask is missing or not
+        one of these tokens."""
         super().__init__(path)
         self._kept = kept_part
         self.mask_path = self.index.path.with_suffix(".mask")

@@ -37,7 +37,7 @@ def block_sizes(context: int, data: int) -> tuple[int, ...]:
 class Stage:
     """The ranks of a pipeline stage as blocks, and what fits a group of each size.
 
-    sizes: of blocks, ascending, the last is all ranks. tokens: of each size, the most of one micro-step.
+    Blocks have these `sizes`, ascending, the last is all ranks. `tokens` has for each size the most of one micro-step.
     """
 
     sizes: tuple[int, ...]

@@ -27,8 +27,8 @@ STEP_NS = 300_000
 class GroupCost:
     """Prices of one layer, forward + backward, on the ranks of a group.
 
-    sizes: group sizes, ascending. tables: the kernel table of each, its exchange over what links such a group.
-    token_ns: everything but attention, of a token. step_ns: of any micro-step.
+    Groups have these `sizes`, ascending. `tables` has the kernel table of each, its exchange over what links such a
+    group. `token_ns` is everything of a token but attention, `step_ns` what any micro-step costs.
     """
 
     sizes: tuple[int, ...]
@@ -72,8 +72,8 @@ class GroupCost:
 
 
 def token_ns(table: KernelTable, quadratic_at: float) -> float:
-    """Nanoseconds of a layer's token without attention: a document of `quadratic_at` tokens takes as long in
-    attention as in the rest. table: of one tensor-parallel rank's heads."""
+    """Nanoseconds of a layer's token without attention: a document of `quadratic_at` tokens takes as long in attention
+    as in the rest. `table` is that of one tensor-parallel rank's heads."""
     probe = np.array([65536], dtype=np.int64)
     plain = replace(table, segment=0.0, query_row=0.0, key_row=0.0)
     return float(plain.diagonal_ns(probe)[0]) / 65536**2 * quadratic_at
@@ -88,7 +88,7 @@ def group_cost(
     assumptions: Assumptions | None = None,
     step_ns: int = STEP_NS,
 ) -> GroupCost:
-    """Costs over an assumed cluster. table: of one tensor-parallel rank's heads, its exchange over NVLink.
+    """Costs over an assumed cluster. `table` is that of one tensor-parallel rank's heads, its exchange over NVLink.
 
     tensor: tensor-parallel size, which is how far apart the ranks of a group lie.
     """

@@ -30,8 +30,8 @@ class Bin:
 
 @dataclass(frozen=True)
 class Problem:
-    """One iteration's documents. tokens: int64[n]. prices: int64[sizes, n], opening: [sizes], nanoseconds, as in
-    cost.py. step_ns: of any micro-step."""
+    """One iteration's documents: their `tokens`, int64[n], and nanoseconds as in cost.py: `prices`, int64[sizes, n],
+    `opening`, [sizes], and `step_ns` of any micro-step."""
 
     stage: Stage
     tokens: list[int]

@@ -79,9 +79,9 @@ def fixed_groups(plan: IterationPlan, context: int) -> StepPlan:
 def in_multiples(plan: StepPlan, tokens: Sequence[int], multiple: int) -> StepPlan:
     """The plan with as many micro-steps as the interleaved schedule takes, a multiple of this.
 
-    The micro-step of most tokens in groups of several documents is split, each such group in two of like tokens on
-    the same ranks, until the number is right; where no group has two, all ranks run padding once more. tokens: of each
-    document. Documents 9 5 4 on ranks 0-1 become two micro-steps, of 9 and of 5 4.
+    The micro-step of most tokens in groups of several documents is split, each such group in two of like tokens on the
+    same ranks, until the number is right; where no group has two, all ranks run padding once more. `tokens` has each
+    document's. Documents 9 5 4 on ranks 0-1 become two micro-steps, of 9 and of 5 4.
     """
     steps = list(plan.micro_steps)
     while len(steps) % multiple:
@@ -108,7 +108,7 @@ def in_multiples(plan: StepPlan, tokens: Sequence[int], multiple: int) -> StepPl
 def finish_times(plan: StepPlan, times: Sequence[Sequence[int]], step_ns: int = 0) -> IntArray:
     """int64[ranks]: when each rank is done, if a group starts once all of its ranks are free.
 
-    times[m][g]: nanoseconds of group g of micro-step m; step_ns: of a rank's padding where it has no group.
+    Group g of micro-step m takes times[m][g] nanoseconds, a rank's padding without a group `step_ns`.
     """
     free_at = np.zeros(plan.ranks, dtype=np.int64)
     for groups, group_times in zip(plan.micro_steps, times, strict=True):

@@ -43,8 +43,8 @@ GREEDY, SOLVER, FIXED, LATE = "greedy", "solver", "fixed", "late"
 class Outcome:
     """plan, what it is predicted to take, and whose it is (greedy, solver, fixed, late). Nanoseconds of a layer.
 
-    bound: what no plan of groups goes below by the planner's prices. predicted, fixed: with all groups sharded as
-    the executor will, of the plan chosen and of the fixed groups (0 without any to compare with).
+    No plan of groups goes below `bound` by the planner's prices. With all groups sharded as the executor will, the
+    plan chosen takes `predicted` and the fixed groups `fixed` (0 without any to compare with).
     """
 
     plan: StepPlan
@@ -70,11 +70,16 @@ def plan_step(
 ) -> Outcome:
     """Plan one iteration's documents (tokens of each).
 
-    fixed: groups of the fixed context-parallel size, which are kept where they are predicted to be as fast.
-    seconds: for the solver, in all; 0 leaves it out. pipeline: stages, which all use the same groups; micro-steps of
-    a half and a quarter of the tokens are then tried as well. multiple: of which the number of micro-steps is one, as
-    interleaved schedules take them. budget: seconds after which nothing more is tried than one placement: the clock
-    decides then, so that one rank must plan for all. Raises ValueError where a document fits no group.
+    Raises ValueError where a document fits no group.
+
+    Args:
+        fixed: groups of the fixed context-parallel size, which are kept where they are predicted to be as fast.
+        seconds: time for the solver, in all; 0 leaves it out.
+        pipeline: stages, which all use the same groups; micro-steps of a half and a quarter of the tokens are then
+            tried as well.
+        multiple: the number of micro-steps is a multiple of it, as interleaved schedules take them.
+        budget: seconds after which nothing more is tried than one placement: the clock decides then, so that one rank
+            must plan for all.
     """
     deadline = time.monotonic() + budget
     prices, opening = cost.prices(tokens), cost.opening()
@@ -244,8 +249,8 @@ def _place_above(placement: Placement, level: int, document: int) -> bool:
 def predicted_time(
     plan: StepPlan, tokens: Sequence[int], cost: GroupCost, sharding: str = "adaptive", pipeline: int = 1
 ) -> int:
-    """Nanoseconds of a layer until the last rank is done. tokens: of each document. pipeline: stages, which fill and
-    drain at the pace of the largest micro-step."""
+    """Nanoseconds of a layer until the last rank is done. `tokens` has each document's. The stages of `pipeline` fill
+    and drain at the pace of the largest micro-step."""
     times = group_times([group for groups in plan.micro_steps for group in groups], tokens, cost, sharding)
     flat = iter(times)
     by_step = [[next(flat) for _ in groups] for groups in plan.micro_steps]

@@ -20,9 +20,13 @@ from wlb_megatron.packing.varlen.varlen_packer import VarlenPacker
 def chosen(config: WlbConfig, packer: Packer) -> dict[str, Any]:
     """A run's choices, JSON-able, by the field of WlbConfig that asks for each.
 
-    token_weights: step or equal. fresh_order: the order of documents was begun as --wlb-fresh-order asks, which is not
-    done again when the job is requeued. chunks: whether long documents train in chunks. keeps_layers: micro-batches are
-    chosen by a law that knows what recomputation each number of them costs. batch_spread: see Packer.
+    Args:
+        token_weights: step or equal.
+        fresh_order: the order of documents was begun as --wlb-fresh-order asks, which is not done again when the job
+            is requeued.
+        chunks: long documents train in chunks.
+        keeps_layers: micro-batches are chosen by a law that knows what recomputation each number of them costs.
+        batch_spread: see Packer.
     """
     return {
         "token_weights": _token_weights(config, packer),
@@ -89,8 +93,8 @@ def _token_weights(config: WlbConfig, packer: Packer) -> str:
 
 
 def weighs_equally(config: WlbConfig, packer: Packer) -> bool:
-    """auto: where documents may wait. Those train in fuller steps, so a mean over the step's tokens would give their
-    tokens less weight. Measured: docs/measured.md, equal weights of tokens."""
+    """The choice `auto` weighs tokens equally where documents may wait. Those train in fuller steps, so a mean over
+    the step's tokens would give their tokens less weight. Measured: docs/measured.md, equal weights of tokens."""
     if config.token_weights == "auto":
         return isinstance(packer, VarlenPacker) and packer.longest_delay > 0
     return config.token_weights == "equal"

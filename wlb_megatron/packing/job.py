@@ -33,7 +33,7 @@ def plan_job(
 
     Args:
         schedule: given if global batches grow; job.micro_batches is of the largest.
-        memory: of a GPU; None: ignore memory.
+        memory: a GPU's; None: ignore memory.
     """
     config = job.config
     job = replace(job, no_chunks=[*job.no_chunks, *no_memory_for_chunks(config, memory)])

@@ -35,9 +35,9 @@ MARGIN = WlbConfig().memory_margin
 
 @dataclass(frozen=True, slots=True)
 class GpuMemory:
-    """size: bytes of one GPU. window, alignment: tokens. margin: share of the memory that is left free. layers: of each
-    model chunk, by stage; None: all have as many as the fullest. depths: layers of multi-token prediction. Both are
-    symbols if the model is a HybridModel."""
+    """What decides about a GPU's memory: `size` is its bytes, `window` and `alignment` are tokens, `margin` is the
+    share that is left free. `layers` has those of each model chunk, by stage; None means that all have as many as the
+    fullest. `depths` are the layers of multi-token prediction. Both are symbols if the model is a HybridModel."""
 
     size: int
     shape: Model
@@ -55,8 +55,8 @@ class GpuMemory:
         return int(self.size * (1 - self.margin))
 
     def stage(self, stage: int, layers: Sequence[int | str] | None = None) -> StageMemory:
-        """What a stage holds of a step. layers: of each of its model chunks, where they are known better. Raises
-        ValueError if the flags recompute no layers in full."""
+        """What a stage holds of a step. `layers` has those of each of its model chunks, if they are known better.
+        Raises ValueError if the flags recompute no layers in full."""
         layers = layers or self._layers(stage)
         return stage_memory(
             *(self.shape, self.layout, stage, layers), depths=self.depths, experts=self.experts
@@ -189,9 +189,8 @@ def no_memory_for_chunks(config: WlbConfig, memory: GpuMemory | None) -> list[tu
 def describe_memory(config: WlbConfig, memory: GpuMemory, longest_tokens: int, *, chunks: bool) -> str:
     """A line for people: how much of a GPU's memory it takes to make more micro-batches than windows.
 
-    longest_tokens: tokens of the longest document. chunks: whether long documents train in chunks. Whole documents free
-    nothing: a micro-batch may still have Lmax tokens, and as many of these run at once as with one per window
-    (arrange.py).
+    The longest document has `longest_tokens`; with `chunks`, long ones train in chunks. Whole documents free nothing:
+    a micro-batch may still have Lmax tokens, and as many of these run at once as with one per window (arrange.py).
     """
     chunked_gib, whole_gib = (size / GIB for size in memory.needed(config, longest_tokens))
     start = "memory of the fullest GPU, at most"

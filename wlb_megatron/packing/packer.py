@@ -30,7 +30,7 @@ Grid = tuple[tuple[MicroBatch, ...], ...]
 
 class Ranks(NamedTuple):
     """Data-parallel size, pipeline stages, model chunks per stage, and the number of which an interleaved schedule's
-    micro-batches are a multiple. rooms: of the first and the last stage, where steps keep layers.
+    micro-batches are a multiple. `rooms` are those of the first and the last stage if steps keep layers.
     """
 
     dp: int = 1
@@ -96,7 +96,7 @@ class PackingJob:
         longest: tokens of the longest piece, above the window only if overlong is "chunk" (default: the window).
         adopt_max_tokens: a loaded state keeps its own Lmax if that, padded, is at most this many tokens.
         no_chunks: (flag, cure) of each setting under which documents cannot train in chunks.
-        rooms: of the first and the last stage, where steps keep as many layers as fit.
+        rooms: those of the first and the last stage if steps keep as many layers as fit.
         times: simulates plans, by which `chunks=auto` chooses; None: the packer's prediction does.
         say: called with a line on whether documents train in chunks, and why.
     """

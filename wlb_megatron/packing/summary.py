@@ -44,7 +44,7 @@ class Summariser:
     """Summaries of consecutive plans; remembers only when what waits arrived."""
 
     def __init__(self, waiting_pieces: Iterable[Waiting] = ()) -> None:
-        """waiting_pieces: what waits before the first of the plans, as when a run is resumed."""
+        """`waiting_pieces` wait before the first of the plans, as when a run is resumed."""
         self._arrived: dict[tuple[int, int], dict[int, int]] = {}  # of a document's pieces: start, iteration
         self._wait(waiting_pieces)
 
@@ -54,8 +54,8 @@ class Summariser:
             self._arrived.setdefault((piece.epoch, piece.document), {})[piece.start] = iteration
 
     def _arrival(self, piece: Piece, default: int) -> int:
-        """When the piece arrived, or the one that it was cut from: the last one that does not begin after it.
-        default: where that is not known."""
+        """When the piece arrived, or the one that it was cut from: the last one that does not begin after it. It is
+        `default` where that is not known."""
         starts = self._arrived.get((piece.epoch, piece.document), {})
         return starts.get(max((start for start in starts if start <= piece.start), default=-1), default)
 

@@ -72,7 +72,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class IndexFolder:
-    """A folder of a cache that is there, or is to be made. stem: of the jsonl's name."""
+    """A folder of a cache that is there, or is to be made. `stem` is that of the jsonl's name."""
 
     folder: Path
     stem: str
@@ -109,7 +109,7 @@ def index_folder(jsonl: Path, cache: Path | None, key: str) -> IndexFolder:
 
 
 def key_of(jsonl: Path, tokenizing: Tokenizing, tokenizer_digest: str) -> tuple[str, dict[str, Any]]:
-    """The folder's name, and what it was made of. tokenizer_digest: of vocabulary, template and versions.
+    """The folder's name, and what it was made of. `tokenizer_digest` covers vocabulary, template and versions.
 
     Of the file its size, time and a sample count: hashing all of it on every rank would take minutes.
     """

@@ -19,7 +19,7 @@ IntArray = npt.NDArray[np.int64]
 def multiple(cp_size: int, tp_size: int = 1, rows: int = 1) -> int:
     """The number of which a micro-batch's tokens must be a multiple: CP x TP x rows.
 
-    rows: what a rank's GEMMs need (1; 16 with FP8, 32 with MXFP8). TP counts because sequence parallelism divides a
+    A rank's GEMMs need `rows` (1; 16 with FP8, 32 with MXFP8). TP counts because sequence parallelism divides a
     context-parallel rank's tokens once more.
     """
     for name, value in (("cp_size", cp_size), ("tp_size", tp_size), ("rows", rows)):

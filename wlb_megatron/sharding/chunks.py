@@ -133,8 +133,8 @@ class Kept(NamedTuple):
 class CachedKeys(NamedTuple):
     """What a layer reads from its key cache, and adds to it, in one micro-batch on one rank.
 
-    takes: in the order in which their rows follow the rank's own in ShardPlan.held_keys. prefixed: whether any piece
-    has a prefix. It is the same on all ranks, even if this rank holds nothing of that piece.
+    `takes` is in the order in which their rows follow the rank's own in ShardPlan.held_keys. `prefixed` says that some
+    piece has a prefix. It is the same on all ranks, even if this rank holds nothing of that piece.
     """
 
     micro_batch: int

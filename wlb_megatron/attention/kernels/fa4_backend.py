@@ -156,10 +156,10 @@ def _noted() -> Iterator[list[_Launch]]:
 def _kind(direction: str, call: DeviceCall, scale: float, *tensors: Tensor) -> tuple[Any, ...]:
     """What decides the compiled kernels and their constant arguments, as read in flash-attn 4.0.0b36 for Hopper.
 
-    The registry allows no other version. Dtype, heads, channels, mask and window decide kernels and tiles. Keys
-    are never split over programs, as num_splits stays 1, so there is no scheduler's metadata. Query heads are packed
-    (pack_gqa) wherever they share keys. The longest lengths decide one thing: whether each sequence fits into one tile,
-    of at most 192 rows forward and 128 backward. LEAST_LONGEST keeps the answer no. Strides of 0 are compiled in; a
+    The registry allows no other version. Dtype, heads, channels, mask and window decide kernels and tiles. Keys are
+    never split over programs, as num_splits stays 1, so there is no scheduler's metadata. Query heads are packed
+    (pack_gqa) wherever they share keys. The longest lengths decide only whether each sequence fits into one tile, of
+    at most 192 rows forward and 128 backward. LEAST_LONGEST keeps the answer no. Strides of 0 are compiled in; a
     contiguous tensor may have one where its size is 1, hence strides. `_usual` is about the rest.
     """
     shapes = [(x.shape[1:], x.stride()) for x in tensors]

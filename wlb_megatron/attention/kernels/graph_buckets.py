@@ -111,12 +111,17 @@ def foreseen(
 ) -> list[Warmable]:
     """Every graph that micro-batches of up to `tokens` tokens can need on a rank.
 
-    sequences: segments that a rank can have; cut: those of them that see earlier keys. window: of the model's
-    windowed layers. full: whether any layer sees whole documents. one_call: whether micro-batches may make one call
-    of two. prefix: earlier tokens that a micro-batch's documents in chunks attend to at most, all together. A rank
-    holds an even share of the tokens; its rectangles' queries come at most twice (a document cut in causal pairs has
-    two segments on a rank), their keys are those of the micro-batch and its prefixes at most. One call instead of two
-    has few of either (sharding/calls/one_call.py).
+    A rank holds an even share of the tokens; its rectangles' queries come at most twice (a document cut in causal
+    pairs has two segments on a rank), their keys are those of the micro-batch and its prefixes at most. One call
+    instead of two has few of either (sharding/calls/one_call.py).
+
+    Args:
+        sequences: segments that a rank can have.
+        cut: those of them that see earlier keys.
+        window: earlier keys that the model's windowed layers see.
+        full: some layer sees whole documents.
+        one_call: micro-batches may make one call of two.
+        prefix: earlier tokens that a micro-batch's documents in chunks attend to at most, all together.
     """
     earlier = cp_size > 1 or prefix > 0
     share = -(-tokens // cp_size)

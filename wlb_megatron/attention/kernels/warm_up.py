@@ -44,8 +44,8 @@ def warm_up(
     """Runs one call of each graph (causal, window, sizes), and returns how many.
 
     A bucket of sizes gets one token. Equal sequences are run at full size, and the kernels expect them from then on.
-    recompute: also run the forward in backward. heads, kv_heads, dim, v_dim, scale: of the layers on this device;
-    graphs are cached by these, too.
+    With `recompute` the forward also runs in backward. `heads`, `kv_heads`, `dim`, `v_dim` and `scale` are those of
+    the layers on this device; graphs are cached by these, too.
     """
     done = 0
     if not kernels.takes(dim, v_dim):

@@ -67,7 +67,7 @@ def choose_chunks(job: PackingJob, limits: Limits, make_whole: Whole) -> ChunkCh
     if chunks may be left out, they are.
 
     Args:
-        limits: of the plan with chunks.
+        limits: those of the plan with chunks.
     """
     config, ranks = job.config, job.ranks
     longest_tokens = job.longest or job.window

@@ -12,13 +12,21 @@ LEAST_RELEASE = (0, 17)
 class Trainer:
     """Megatron's settings that decide about chunks.
 
-    stages: of the pipeline. tensor, expert, expert_tensor: parallel sizes. mtp: further tokens that are predicted.
-    balancing: kinds of routers' losses. shards_weights: FSDP of either kind. shares_scales: FP8 whose scales come from
-    the largest values of all data-parallel ranks. offloads: offloads activations module by module. interleaves: has
-    virtual stages. offloads_layers: offloads whole layers. replays_routes: experts' choices are recorded and replayed.
-    release: of megatron-core. unknown_schedule: it interleaves stages in a way that the plugin does not know.
-    hides_padding: its block gives layers that it does not recompute no padding mask. delta_nets: it has gated delta
-    nets.
+    Args:
+        stages: pipeline stages.
+        tensor, expert, expert_tensor: parallel sizes.
+        mtp: further tokens that are predicted.
+        balancing: kinds of routers' losses.
+        shards_weights: FSDP of either kind.
+        shares_scales: FP8 whose scales come from the largest values of all data-parallel ranks.
+        offloads: offloads activations module by module.
+        interleaves: has virtual stages.
+        offloads_layers: offloads whole layers.
+        replays_routes: experts' choices are recorded and replayed.
+        release: the one of megatron-core.
+        unknown_schedule: it interleaves stages in a way that the plugin does not know.
+        hides_padding: its block gives layers that it does not recompute no padding mask.
+        delta_nets: it has gated delta nets.
     """
 
     stages: int = 1
@@ -41,7 +49,7 @@ class Trainer:
 
     def chunks_refused(self, chunks: str = "on") -> list[tuple[str, str]]:
         """(flag, cure) of each setting under which a step cannot run in groups of micro-batches, or runs so only if
-        asked. chunks: of --wlb-chunks."""
+        asked. `chunks` is the choice of --wlb-chunks."""
         rows = (
             (
                 self.release is not None and self.stages > 1 and _parts(self.release) < LEAST_RELEASE,

@@ -61,9 +61,9 @@ class ChunkPacker(Packer):
         per_window: float | None = None,
         longest_tokens: int = 0,
     ) -> None:
-        """limits.capacity: tokens of a micro-batch; longer documents come in chunks. per_window: micro-batches for
-        each window, None: as many as give the least predicted step. longest_tokens: tokens of the longest document,
-        where that is above the window."""
+        """A micro-batch has at most limits.capacity tokens; longer documents come in chunks. `per_window` is the
+        number of micro-batches for each window, by default as many as give the least predicted step. `longest_tokens`
+        is the longest document's length if that is above the window."""
         self._cost = cost
         self._limits = limits
         self.batch_spread = limits.spread
@@ -180,10 +180,10 @@ class ChunkPacker(Packer):
 def held(window: int, windows: int, at_once: int, longest_tokens: int = 0) -> int:
     """The most tokens that a stage should hold at once.
 
-    windows: of a data-parallel rank in an iteration. at_once: that the schedule holds by itself (StepLaw.held_at_once).
-    longest_tokens: tokens of the longest document. A document longer than the window has a group that spans most of the
-    iteration, and what ran before it is also held. The document may cross the end of the rank's share, and then adds
-    to it. Both are then in flight.
+    A data-parallel rank has `windows` in an iteration; the schedule by itself holds `at_once` of them
+    (StepLaw.held_at_once). The longest document has `longest_tokens`. A document longer than the window has a group
+    that spans most of the iteration, and what ran before it is also held. The document may cross the end of the rank's
+    share, and then adds to it. Both are then in flight.
     """
     return (
         windows * window + longest_tokens

@@ -135,7 +135,8 @@ def chunk_counts(
     The number is the one whose chunks come closest to a micro-batch's share of the work, but at least what `capacity`
     requires. With chunks of equal work the first is the longest and has at most `full_work`, a document of `capacity`
     tokens. If all chunks are more than `count`, the documents whose chunks grow least give up one, if any can.
-    most_documents: of a micro-batch, if `count` must be enough_for all documents; 0: small ones are not counted.
+    `most_documents` is the limit of a micro-batch, if `count` must be enough_for all documents; with 0 small ones are
+    not counted.
     """
     works, tokens = np.asarray(works, dtype=np.int64), np.asarray(tokens, dtype=np.int64)
     share = max(1, int(works.sum()) // count)

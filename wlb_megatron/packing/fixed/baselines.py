@@ -1,4 +1,4 @@
-"""Packs fixed windows: as Megatron does (original), or balanced over K global batches (fixed-greedy).
+"""Packs fixed windows as Megatron does (original), or balanced over K global batches (fixed-greedy).
 
 Every window holds exactly `window` tokens. A document that crosses a window's end is cut there. The rest is a new
 piece, with its own mask and positions from 0.

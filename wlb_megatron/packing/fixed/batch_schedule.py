@@ -33,7 +33,7 @@ class BatchSchedule:
         return cls(((0, size),))
 
     def rounded(self, multiple: int) -> BatchSchedule:
-        """Sizes rounded down to a multiple: of 2, 4, 6 with 4 the sizes 4, 4. WlbError where one is below it."""
+        """Sizes rounded down to a multiple; with 4, sizes 4 and 6 become 4 and 4. WlbError where one is below it."""
         if self.steps[0][1] < multiple:
             raise WlbError(
                 f"a global batch of {self.steps[0][1]} cannot be decreased to a multiple of {multiple}"

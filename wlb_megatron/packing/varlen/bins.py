@@ -19,8 +19,8 @@ UNBOUNDED = 1 << 62
 class Bins:
     """`count` bins of at most `capacity` tokens and `max_documents` pieces.
 
-    work, tokens, documents: of each bin. items: in the order of filling; `places` has the bin of each. Flat lists, so
-    that a copy is cheap: many fillings are tried for one plan.
+    `work`, `tokens` and `documents` have a value for each bin, `items` the order of filling, `places` the bin of each
+    item. Flat lists, so that a copy is cheap: many fillings are tried for one plan.
     """
 
     def __init__(self, count: int, capacity: int, max_documents: int) -> None:

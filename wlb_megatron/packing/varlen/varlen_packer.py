@@ -108,9 +108,9 @@ class VarlenPacker(Packer):
         adopt_thresholds: bool = False,
         adopt_capacity: int = 0,
     ) -> None:
-        """thresholds: of the outlier queues (tokens), rising. per_window: micro-batches for each window, None: as many
-        as give the least predicted step. adopt_thresholds: a loaded state brings its own.
-        adopt_capacity: it brings its own Lmax, too, up to so many tokens."""
+        """`thresholds` are those of the outlier queues (tokens), rising. `per_window` is the number of micro-batches
+        for each window, by default as many as give the least predicted step. A loaded state brings its own thresholds
+        with `adopt_thresholds`, and its own Lmax, too, up to `adopt_capacity` tokens."""
         self._cost = cost
         self.bins, self.max_tokens = limits.bins, limits.capacity
         self._limits = limits

@@ -11,12 +11,19 @@ from wlb_megatron.workload.memory import WHOLE, WHOLE_NET
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryFlags:
-    """stage_layers: of the fullest pipeline stage, its virtual stages together, without multi-token prediction's.
-    ffn: width of an MLP. fully_sharded: FSDP spreads weights and gradients over data-parallel ranks. recompute_layers,
-    recompute_block: how many layers at once, and by blocks, where they are recomputed in full. depths: layers of
-    multi-token prediction. patterns: layers of several kinds by their symbols, of each virtual stage of each stage;
-    stage_layers and depths are such symbols then, too. A GPTModel's with gated delta nets are those of the stage that
-    may have most of them.
+    """Megatron's flags that decide how much memory a step takes.
+
+    Args:
+        stage_layers: layers of the fullest pipeline stage, its virtual stages together, without multi-token
+            prediction's.
+        ffn: width of an MLP.
+        fully_sharded: FSDP spreads weights and gradients over data-parallel ranks.
+        recompute_layers: how many layers are recomputed at once, where they are recomputed in full.
+        recompute_block: they are recomputed by blocks.
+        patterns: layers of several kinds by their symbols, of each virtual stage of each stage; stage_layers and
+            depths are such symbols then, too. A GPTModel's with gated delta nets are those of the stage that may have
+            most of them.
+        depths: layers of multi-token prediction.
     """
 
     stage_layers: int | str

@@ -33,8 +33,8 @@ class LatentAttention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """ffn: of all experts that a token passes. balancing: kinds of the routers' balancing losses. memory: of a
-    layer's, as the memory model counts them."""
+    """A layer's experts. `ffn` is the width of all that a token passes, `balancing` has the kinds of the routers'
+    balancing losses, `memory` is one layer's as the memory model counts it."""
 
     count: int
     ffn: int
@@ -46,13 +46,20 @@ class Experts:
 class TrainedModel:
     """Sizes of the whole model, not of a rank's part.
 
-    layers: with attention. ffn: the MLP's width; the mean of a layer with attention, where MLPs are layers of their
-    own (HybridModel) or other layers have none (delta_nets).
-    head_dim: channels of a query or key head; value_dim: of a value head. positions: --max-position-embeddings.
-    depths: further tokens that are predicted (--mtp-num-layers). vocabulary: rows of the embedding, None where only the
-    tokenizer knows. window: earlier keys that a windowed layer's query sees, None without such layers; whole_layers:
-    share of the layers that see whole documents. rows: of which a rank's tokens are a multiple, in FP8's matrix
-    products. dtype: of parameters, such as "bfloat16". implementation: --transformer-impl.
+    Args:
+        layers: layers with attention.
+        ffn: the MLP's width; the mean of a layer with attention, if MLPs are layers of their own (HybridModel) or
+            other layers have none (delta_nets).
+        head_dim: channels of a query or key head.
+        value_dim: channels of a value head.
+        positions: --max-position-embeddings.
+        depths: further tokens that are predicted (--mtp-num-layers).
+        vocabulary: rows of the embedding, None if only the tokenizer knows.
+        window: earlier keys that a windowed layer's query sees, None without such layers.
+        whole_layers: share of the layers that see whole documents.
+        rows: a rank's tokens are a multiple of it, in FP8's matrix products.
+        dtype: the parameters' type, such as "bfloat16".
+        implementation: --transformer-impl.
     """
 
     layers: int

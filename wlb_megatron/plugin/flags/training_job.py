@@ -27,7 +27,8 @@ from wlb_megatron.workload.profile import Profile
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankDevice:
-    """This rank's. on_gpu: NCCL runs; index: of the GPU in its node; rank: in the whole job."""
+    """This rank's device. `on_gpu` means that NCCL runs; `index` is the GPU's in its node, `rank` the rank in the
+    whole job."""
 
     on_gpu: bool
     index: int = 0
@@ -36,8 +37,8 @@ class RankDevice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """iterations: of each evaluation, 0 for none. full: whole sets instead. each_set: every corpus is a set of its own,
-    by these names if there are any."""
+    """How the job evaluates: for `iterations`, 0 for never, or over whole sets (`full`). With `each_set` every corpus
+    is a set of its own, by these names if there are any."""
 
     iterations: int = 0
     full: bool = False
@@ -47,12 +48,20 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingJob:
-    """given: the plugin's settings as the user gave them. config: the same, completed as far as is known. trains: not
-    --skip-train. memory: None where it is not looked at, without a GPU and without a flag that names its memory.
-    profile: of --wlb-profile. workers: of a data loader; ignored_signal: what they must ignore, which makes the trainer
-    save and exit. recompute_blocks: layers of a model chunk that --recompute-method block recomputes; None: all, where
-    it does any. sharing: what data-parallel ranks exchange once a step. one_length: Megatron holds buffers or graphs of
-    one length. timeout: of communication between ranks (minutes). fine_tuning: of --sft.
+    """One job's settings, the plugin's and Megatron's.
+
+    Args:
+        given: the plugin's settings as the user gave them.
+        config: the same, completed as far as is known.
+        trains: not --skip-train.
+        memory: None if it is not looked at, without a GPU and without a flag that names its memory.
+        profile: the one that --wlb-profile names.
+        workers: processes of a data loader.
+        ignored_signal: makes the trainer save and exit; workers must ignore it.
+        recompute_blocks: layers of a model chunk that --recompute-method block recomputes; None: all, if it does any.
+        one_length: Megatron holds buffers or graphs of one length.
+        timeout: minutes that communication between ranks may take.
+        fine_tuning: settings of --sft.
     """
 
     given: WlbConfig

@@ -1,4 +1,4 @@
-"""What only reports never ends a job: where the reports go is checked at the start, later errors are warnings."""
+"""What only reports never ends a job. Paths of reports are checked at the start, later errors are warnings."""
 
 from __future__ import annotations
 

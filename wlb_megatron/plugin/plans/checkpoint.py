@@ -1,7 +1,7 @@
 """The packing state inside Megatron's own checkpoints: it travels in the arguments that every format saves.
 
 The state belongs to the iteration trained, not to what was planned or prefetched, nor to one whose gradients Megatron
-threw away: where they are not a number, its rerun state machine runs the iteration again, saves the weights from before
+threw away. If these are not a number, its rerun state machine runs the iteration again, saves the weights from before
 it, and exits. The state is the same on every rank and holds ids alone, so that a run resumes at another data, tensor,
 context or pipeline parallel size.
 """

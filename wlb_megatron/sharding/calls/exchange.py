@@ -77,8 +77,8 @@ def exchange_buffers(
 ) -> ExchangePlan:
     """The part of `rank` if each rank wants any keys, in any order and any number of times.
 
-    buffers: for each rank, int64[n], the keys it wants, numbered as in ShardPlan.key_index. window: of the layers,
-    which decides which ranks hold keys of prefixes.
+    `buffers` has for each rank, int64[n], the keys it wants, numbered as in ShardPlan.key_index. The layers' `window`
+    decides which ranks hold keys of prefixes.
 
     Example: tokens [0, 1] on rank 0 and [2, 3] on rank 1; rank 0 wants 1 2 1. Rank 1 sends it row 0. Rank 0's buffer
     is its own row 1, the row that arrived, and row 1 again.

@@ -11,9 +11,9 @@ Chunk = tuple[int, int]
 class RankLoads:
     """What each rank holds so far. Pieces are placed in a given order, the filler (the longest piece) last.
 
-    free: tokens left. load: nanoseconds so far. calls: kernel calls on earlier keys. That is the largest number of
-    segments, not counting one at the start, that any one piece has on the rank. chunks: of each placed piece. prices:
-    nanoseconds of one of the filler's tokens on each rank.
+    Each rank has `free` tokens left, a `load` of nanoseconds so far, and `calls` on earlier keys: the largest number
+    of segments, not counting one at the start, that any one piece has on the rank. `chunks` has those of each placed
+    piece, `prices` the nanoseconds of one of the filler's tokens on each rank.
     """
 
     def __init__(
