@@ -220,7 +220,7 @@ def test_a_warm_up_runs_equal_sequences_whole_and_tells_the_kernels_to_expect_th
 
 
 def test_a_model_of_windowed_layers_only_builds_no_graph_of_others():
-    assert all(window == 64 for _, window, _ in foreseen(8192, 2, 32, 32, 64, full=False))
+    assert all(window == 64 for _, window, _ in foreseen(8192, 2, 32, 32, 64, whole_documents=False))
     assert not any(window for _, window, _ in foreseen(8192, 2, 32, 32, None))
     assert not any(not causal for causal, _, _ in foreseen(8192, 1, 32, 32, None)), (
         "one rank has no rectangles"
@@ -279,7 +279,9 @@ def test_which_equal_sequences_get_kernels_of_their_own_is_no_matter_of_time(mon
 def test_graphs_of_usual_sizes_come_first():
     usual = a_rank()
     for window, full in ((None, True), (4096, False)):
-        graphs = foreseen(usual.tokens, usual.cp_size, usual.segments, usual.cut_segments, window, full=full)
+        graphs = foreseen(
+            usual.tokens, usual.cp_size, usual.segments, usual.cut_segments, window, whole_documents=full
+        )
         causal, rectangles = by_likelihood(graphs, usual.usual_tokens, usual.usual_segments)
         assert sorted(causal + rectangles) == sorted(graphs)
         assert causal[0] == (True, window, Bucket(128, 65536, 65536))

@@ -72,12 +72,12 @@ def packed_seq_params(
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    made = plan if isinstance(plan, AttentionLayout) else attention_layout(plan, cp_rank, window)
+    rank_layout = plan if isinstance(plan, AttentionLayout) else attention_layout(plan, cp_rank, window)
     return WlbPackedSeqParams(
         qkv_format="sbhd",
-        max_seqlen_q=made.longest,
-        max_seqlen_kv=made.longest,
-        layout=device_layout(made, device),
+        max_seqlen_q=rank_layout.longest,
+        max_seqlen_kv=rank_layout.longest,
+        layout=device_layout(rank_layout, device),
         group=group,
     )
 
@@ -104,15 +104,15 @@ class WlbCoreAttention:
     ) -> None:
         _refuse(config, attn_mask_type, attention_type, attention_dropout, kwargs)
         # The plugin does context parallelism: the parent must neither refuse it nor set up its own.
-        alone = copy.copy(config)
-        alone.context_parallel_size = 1
+        single_rank_config = copy.copy(config)
+        single_rank_config.context_parallel_size = 1
         if "k_channels" not in inspect.signature(super().__init__).parameters:
             # Megatron's local class has no setting for MLA's head dims; they are taken from the tensors.
             kwargs = {
                 name: value for name, value in kwargs.items() if name not in ("k_channels", "v_channels")
             }
         super().__init__(  # type: ignore[call-arg]
-            config=alone,
+            config=single_rank_config,
             layer_number=layer_number,
             attn_mask_type=attn_mask_type,
             attention_type=attention_type,
@@ -235,10 +235,10 @@ def wlb_core_attention(base: Any) -> type:
     return module if issubclass(module, WlbCoreAttention) else _subclass(module)
 
 
-def _kernels(cls: type, asked: str, deterministic: bool, layer: Layer) -> tuple[str, Kernels]:
+def _kernels(cls: type, choice: str, deterministic: bool, layer: Layer) -> tuple[str, Kernels]:
     if not any(base.__module__.startswith("transformer_engine.") for base in cls.__mro__):
         return "torch", TorchKernels()
-    name, why = kernel_choice.chosen(asked, layer)
+    name, why = kernel_choice.chosen(choice, layer)
     if name == "cudnn":
         from wlb_megatron.attention.kernels.te_backend import refuse_unfit
 
@@ -274,7 +274,7 @@ def _refuse(
     """Raises WlbError that names what this attention does not support."""
     dropout = config.attention_dropout if attention_dropout is None else attention_dropout
     keys, values = kwargs.get("k_channels"), kwargs.get("v_channels")
-    for wrong, what, cure in (
+    for condition, what, cure in (
         (dropout > 0, f"attention dropout {dropout}", "set --attention-dropout 0"),
         (attention_type != "self", f"{attention_type} attention", "use a decoder-only model"),
         (
@@ -299,5 +299,5 @@ def _refuse(
             "give values at most the keys' channels",
         ),
     ):
-        if wrong:
+        if condition:
             raise WlbError(f"wlb_megatron's attention does not handle {what}: {cure}")

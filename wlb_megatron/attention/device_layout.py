@@ -128,8 +128,8 @@ def device_layout(layout: AttentionLayout, device: torch.device | str) -> Device
     if rectangles:
         arrays += [rectangles.cu_seqlens_q, rectangles.cu_seqlens_kv]
         arrays += [layout.query_rows, *_row_groups(layout.query_rows, layout.tokens)]
-    needed = rectangles is not None or exchange.remote
-    if needed:
+    exchanges_keys = rectangles is not None or exchange.remote
+    if exchanges_keys:
         arrays += _moves(exchange, _parts(layout.cached, layout.tokens))
     arrays += _keeps(layout.cached, layout.tokens)
     for one_call in filter(None, (layout.window, layout.single)):
@@ -137,11 +137,11 @@ def device_layout(layout: AttentionLayout, device: torch.device | str) -> Device
     shipped = _ship(arrays, torch.device(device))
 
     positions, bounds = next(shipped), next(shipped)
-    diagonals, others, rows, queries = _call(layout.diagonals, (bounds, bounds)), None, None, None
+    diagonals, rectangle_call, rows, queries = _call(layout.diagonals, (bounds, bounds)), None, None, None
     if rectangles:
-        others = _call(rectangles, (next(shipped), next(shipped)), causal=False)
+        rectangle_call = _call(rectangles, (next(shipped), next(shipped)), causal=False)
         rows, queries = next(shipped), _take_row_groups(shipped)
-    moves = _take_moves(exchange, _parts(layout.cached, layout.tokens), shipped) if needed else None
+    moves = _take_moves(exchange, _parts(layout.cached, layout.tokens), shipped) if exchanges_keys else None
     cache = _take_cache(layout.cached, layout.tokens, shipped)
     window, single = (
         None if one_call is None else _take_one_call(one_call, layout.tokens, shipped)
@@ -151,7 +151,7 @@ def device_layout(layout: AttentionLayout, device: torch.device | str) -> Device
         layout.tokens,
         positions,
         diagonals,
-        others,
+        rectangle_call,
         rows,
         queries,
         moves,
@@ -176,11 +176,12 @@ def _one_call_arrays(one_call: WindowLayout, rows: int) -> list[np.ndarray]:
 
 def _take_one_call(one_call: WindowLayout, rows: int, shipped: Iterator[Tensor]) -> DeviceWindow:
     bounds, moves = next(shipped), None
-    seen = bounds
+    key_bounds = bounds
     if not _at_home(one_call):
-        seen, moves = next(shipped), _take_moves(one_call.exchange, _parts(one_call.cached, rows), shipped)
+        key_bounds = next(shipped)
+        moves = _take_moves(one_call.exchange, _parts(one_call.cached, rows), shipped)
     return DeviceWindow(
-        _call(one_call.call, (bounds, seen), one_call.size),
+        _call(one_call.call, (bounds, key_bounds), one_call.size),
         moves,
         _take_cache(one_call.cached, rows, shipped),
     )
@@ -236,8 +237,8 @@ def _moves(exchange: ExchangePlan, parts: Sequence[int]) -> list[np.ndarray]:
     back = ~np.arange(len(send_rows))
     owner = np.concatenate((send_rows[:first], place[local], send_rows[first:]))
     source = np.concatenate((back[:first], local, back[first:]))
-    chosen = [rows for rows in (send_rows, _arrivals(exchange)) if _run(rows) is None]
-    return [place, *chosen, *_row_groups(owner, *parts, source=source)]
+    index_rows = [rows for rows in (send_rows, _arrivals(exchange)) if _run(rows) is None]
+    return [place, *index_rows, *_row_groups(owner, *parts, source=source)]
 
 
 def _take_moves(exchange: ExchangePlan, parts: Sequence[int], shipped: Iterator[Tensor]) -> DeviceExchange:
@@ -281,12 +282,12 @@ def _row_groups(
     """
     counts, members = np.bincount(owner, minlength=sum(parts)), np.argsort(owner, kind="stable")
     members = members if source is None else source[members]
-    arrays, row, taken = [], 0, 0
+    arrays, row, member_offset = [], 0, 0
     for rows in parts:
         targets = np.flatnonzero(counts[row : row + rows])
         bounds = np.concatenate(([0], np.cumsum(counts[row + targets])))
-        arrays += [targets, bounds, members[taken : taken + bounds[-1]]]
-        row, taken = row + rows, taken + bounds[-1]
+        arrays += [targets, bounds, members[member_offset : member_offset + bounds[-1]]]
+        row, member_offset = row + rows, member_offset + bounds[-1]
     return arrays
 
 

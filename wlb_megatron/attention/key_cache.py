@@ -91,8 +91,8 @@ class KeyCache:
         for take in use.takes:
             entry = self._entry(take, use)
             if entry.grad is None:
-                wide = torch.promote_types(entry.kv.dtype, torch.float32)
-                entry.grad = torch.zeros_like(entry.kv, dtype=wide)
+                sum_dtype = torch.promote_types(entry.kv.dtype, torch.float32)
+                entry.grad = torch.zeros_like(entry.kv, dtype=sum_dtype)
             gradients.append(entry.grad)
         return gradients
 

@@ -71,8 +71,8 @@ def _travel(
     hidden: bool,
 ) -> Callable[[], Tensor]:
     """Starts to send rows. Returns a function that waits for those that arrive, [sum of recv_counts, ..]."""
-    sent = source[rows] if isinstance(rows, slice) else source.index_select(0, rows)
-    arrived, work = _all_to_all(sent, send_counts, recv_counts, group, hidden or on_wait is not None)
+    sent_rows = source[rows] if isinstance(rows, slice) else source.index_select(0, rows)
+    arrived, work = _all_to_all(sent_rows, send_counts, recv_counts, group, hidden or on_wait is not None)
 
     def wait() -> Tensor:
         if work is not None:
@@ -90,11 +90,11 @@ def _wait(work: Any) -> None:
 
 
 def _all_to_all(
-    sent: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], group: Any, hidden: bool
+    sent_rows: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], group: Any, hidden: bool
 ) -> tuple[Tensor, Any]:
     """What arrives, and the work to wait for first (None if the current stream orders it)."""
-    arrived = sent.new_empty((sum(recv_counts), *sent.shape[1:]))
+    arrived = sent_rows.new_empty((sum(recv_counts), *sent_rows.shape[1:]))
     work = dist.all_to_all_single(
-        arrived, sent, list(recv_counts), list(send_counts), group=group, async_op=hidden
+        arrived, sent_rows, list(recv_counts), list(send_counts), group=group, async_op=hidden
     )
     return arrived, work

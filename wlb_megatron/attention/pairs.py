@@ -12,8 +12,8 @@ def side_by_side(k: Tensor, v: Tensor) -> Tensor:
         return torch.cat((k, v), dim=-1)
     if _in_sixteens(k) and _in_sixteens(v):
         # A GPU's strided stack is slow 2 bytes at a time: 0.12 ms for 32K keys of 4 heads of 128, so 0.03 (H200).
-        wide = torch.stack((k.view(torch.complex128), v.view(torch.complex128)), dim=1)
-        return wide.view(k.dtype)
+        complex_pairs = torch.stack((k.view(torch.complex128), v.view(torch.complex128)), dim=1)
+        return complex_pairs.view(k.dtype)
     return torch.stack((k, v), dim=1)
 
 
@@ -24,9 +24,9 @@ def grads_apart(dkv: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """
     if dkv.dim() != 4:
         return apart(dkv, dim)
-    wide = _in_sixteens(dkv)
-    halves = (dkv.view(torch.complex128) if wide else dkv).transpose(0, 1).contiguous()
-    dk, dv = halves.view(dkv.dtype) if wide else halves
+    in_sixteens = _in_sixteens(dkv)
+    halves = (dkv.view(torch.complex128) if in_sixteens else dkv).transpose(0, 1).contiguous()
+    dk, dv = halves.view(dkv.dtype) if in_sixteens else halves
     return dk, dv
 
 

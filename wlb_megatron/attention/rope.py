@@ -23,7 +23,7 @@ class PlannedRotaryEmbedding(nn.Module):
     class (multimodal RoPE has three positions per token).
     """
 
-    def __init__(self, inner: nn.Module, packed: bool = False) -> None:
+    def __init__(self, inner: nn.Module, is_packed: bool = False) -> None:
         super().__init__()
         if type(inner).__name__ not in HANDLED:
             raise WlbError(
@@ -31,7 +31,7 @@ class PlannedRotaryEmbedding(nn.Module):
                 "use --position-embedding-type rope or yarn"
             )
         self.inner = inner
-        self.packed = packed
+        self.packed = is_packed
         self._made: tuple[Tensor | None, Any] = None, None
 
     def get_rotary_seq_len(
@@ -60,8 +60,8 @@ class PlannedRotaryEmbedding(nn.Module):
         """
         if self._made[0] is not positions:  # else another layer of this micro-batch has made them
             # Megatron makes a table of arange(n) + offset; of n = 1 and the positions as offset it is just these rows.
-            made: Any = self.inner.get_emb(1, offset=positions)  # type: ignore[operator]
-            table, rest = (made[0], made[1:]) if isinstance(made, tuple) else (made, ())
+            embedding: Any = self.inner.get_emb(1, offset=positions)  # type: ignore[operator]
+            table, extras = (embedding[0], embedding[1:]) if isinstance(embedding, tuple) else (embedding, ())
             table = table.squeeze(2) if self.packed else table
-            self._made = positions, (table, *rest) if rest else table
+            self._made = positions, (table, *extras) if extras else table
         return self._made[1]

@@ -95,12 +95,12 @@ def sharded_attention(
         v = torch.nn.functional.pad(v, (0, dim - v_dim))
     one_call = layout.window if windowed else layout.single
     function: Any = _ShardedAttention if one_call is None else _OneCall
-    chosen = one_call or layout
-    if chosen.cache is not None:
+    call_layout = one_call or layout
+    if call_layout.cache is not None:
         if cache is None:
             raise ValueError("a micro-batch that shares a document with another needs the layer's cache")
-        keep_keys = cache.start(chosen.cache) and keep_keys
-    out = function.apply(q, k, v, sink, chosen, group, kernels, scale, keep_keys, cache)
+        keep_keys = cache.start(call_layout.cache) and keep_keys
+    out = function.apply(q, k, v, sink, call_layout, group, kernels, scale, keep_keys, cache)
     if not pad:
         return out
     return out[..., :v_dim] if q.dim() == 3 else out.unflatten(2, (-1, dim))[..., :v_dim].flatten(2)
@@ -161,17 +161,17 @@ class _ShardedAttention(_Attention):
         layout, kernels, scale = ctx.layout, ctx.kernels, ctx.scale
         finish = start_gather(layout.exchange, _rows_to_send(ctx, kv), ctx.group) if layout.exchange else None
         out, lse = kernels.forward(layout.diagonals, q, kv, scale)
-        earlier = finish(_key_rows(layout, kernels)) if finish else None
+        earlier_keys = finish(_key_rows(layout, kernels)) if finish else None
         if call := layout.rectangles:
             queries = spread_rows(q, layout.query_rows, kernels.buffer_rows(call)[0])
-            part, part_lse = kernels.forward(call, queries, earlier, scale)
+            part, part_lse = kernels.forward(call, queries, earlier_keys, scale)
             lse = lse.contiguous()
             merge_rows(out, lse, part, part_lse.contiguous(), layout.queries)
-        return out, lse, earlier
+        return out, lse, earlier_keys
 
     @classmethod
     def pull(cls, ctx: Any, *saved: Any) -> tuple[Tensor, Tensor, Tensor]:
-        q, kv, earlier, out, lse, dout = saved
+        q, kv, earlier_keys, out, lse, dout = saved
         layout, group, kernels, scale = ctx.layout, ctx.group, ctx.kernels, ctx.scale
 
         def diagonals() -> tuple[Tensor, Tensor]:
@@ -181,15 +181,15 @@ class _ShardedAttention(_Attention):
             dq, dkv = diagonals()
             return dq, *_apart(ctx, dkv, q)
         gradients = None
-        if earlier is None:  # keys are exchanged again, hidden by the diagonals
+        if earlier_keys is None:  # keys are exchanged again, hidden by the diagonals
             finish = start_gather(layout.exchange, _rows_to_send(ctx, kv), group)
             gradients = diagonals()
-            earlier = finish(_key_rows(layout, kernels))
-        dq_part, dearlier = None, earlier
+            earlier_keys = finish(_key_rows(layout, kernels))
+        dq_part, dearlier = None, earlier_keys
         if call := layout.rectangles:
             rows, _ = kernels.buffer_rows(call)
             queries, *picked = spread_four((q, out, lse, dout), layout.query_rows, rows)
-            dq_part, dearlier = kernels.backward(call, queries, earlier, *picked, scale)
+            dq_part, dearlier = kernels.backward(call, queries, earlier_keys, *picked, scale)
         if gradients is None and not layout.hide_return:
             gradients = diagonals()
         come_back = start_return(layout.exchange, dearlier, group)

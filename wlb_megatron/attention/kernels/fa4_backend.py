@@ -175,8 +175,8 @@ def _usual(call: DeviceCall, *tensors: Tensor) -> bool:
     bits = 0
     for x in tensors:
         bits |= x.data_ptr()
-    few = len(call.cu_seqlens_q) - 1 <= interface.BIN_BATCH_SEARCH_THRESH
-    return few and call.q_rows > 0 and call.kv_rows > 0 and not bits & 15
+    few_sequences = len(call.cu_seqlens_q) - 1 <= interface.BIN_BATCH_SEARCH_THRESH
+    return few_sequences and call.q_rows > 0 and call.kv_rows > 0 and not bits & 15
 
 
 def _run_backward(

@@ -71,9 +71,9 @@ def padded_keys(count: int) -> int:
     return -(-count // step) * step
 
 
-def levels(most: int) -> list[int]:
-    """Row counts that stand for every bucket of 1 to `most` rows, ascending: of 5,000 are 1024 2048 4096 5000."""
-    return _ladder(min(1024, most), most, rows)
+def levels(max_rows: int) -> list[int]:
+    """Row counts that stand for every bucket of 1 to `max_rows` rows, ascending: of 5,000 are 1024 2048 4096 5000."""
+    return _ladder(min(1024, max_rows), max_rows, rows)
 
 
 class Equal(NamedTuple):
@@ -103,9 +103,9 @@ def foreseen(
     tokens: int,
     cp_size: int,
     sequences: int,
-    cut: int,
+    cut_sequences: int,
     window: int | None,
-    full: bool = True,
+    whole_documents: bool = True,
     one_call: bool = True,
     prefix: int = 0,
 ) -> list[Warmable]:
@@ -117,33 +117,35 @@ def foreseen(
 
     Args:
         sequences: segments that a rank can have.
-        cut: those of them that see earlier keys.
+        cut_sequences: those of them that see earlier keys.
         window: earlier keys that the model's windowed layers see.
-        full: some layer sees whole documents.
+        whole_documents: some layer sees whole documents.
         one_call: micro-batches may make one call of two.
         prefix: earlier tokens that a micro-batch's documents in chunks attend to at most, all together.
     """
-    earlier = cp_size > 1 or prefix > 0
+    has_earlier_keys = cp_size > 1 or prefix > 0
     share = -(-tokens // cp_size)
-    counts, few = (_ladder(32, sequences_like(most), sequences_like) for most in (sequences, cut))
+    counts = _ladder(32, sequences_like(sequences), sequences_like)
+    cut_counts = _ladder(32, sequences_like(cut_sequences), sequences_like)
     graphs: list[Warmable] = []
-    if full:
+    if whole_documents:
         graphs += [(True, None, Bucket(b, t, t)) for b in counts for t in levels(share)]
-        if earlier:
+        if has_earlier_keys:
             queries = _ladder(4096, padded_queries(2 * share), padded_queries)
             keys = _ladder(16384, padded_keys(tokens + prefix), padded_keys)
-            graphs += [(False, None, Bucket(b, q, k)) for b in few for q in queries for k in keys]
-            short = levels(min(share, MOST_ROWS)), _ladder(16384, padded_keys(MOST_KEYS), padded_keys)
-        if earlier and one_call:
-            graphs += [(True, None, Bucket(b, t, k)) for b in counts for t in short[0] for k in short[1]]
+            graphs += [(False, None, Bucket(b, q, k)) for b in cut_counts for q in queries for k in keys]
+            call_rows = levels(min(share, MOST_ROWS))
+            call_keys = _ladder(16384, padded_keys(MOST_KEYS), padded_keys)
+        if has_earlier_keys and one_call:
+            graphs += [(True, None, Bucket(b, t, k)) for b in counts for t in call_rows for k in call_keys]
     if window is not None:
         # A segment attends to its own keys and, if it is cut, at most a window more.
         graphs += [(True, window, Bucket(b, t, t)) for b in counts for t in levels(share)]
-        if earlier:
+        if has_earlier_keys:
             for b in counts:
                 for t in levels(share):
-                    most = padded_keys(min(tokens + prefix, t + min(b, cut) * window))
-                    keys = _ladder(16384, most, padded_keys)
+                    limit = padded_keys(min(tokens + prefix, t + min(b, cut_sequences) * window))
+                    keys = _ladder(16384, limit, padded_keys)
                     graphs += [(True, window, Bucket(b, t, k)) for k in keys if k > t]
     return graphs
 
@@ -167,11 +169,11 @@ def by_likelihood(graphs: list[Warmable], rows: int, segments: int) -> list[list
     return [sorted(kind, key=away) for kind in kinds]
 
 
-def _ladder(first: int, most: int, above: Callable[[int], int]) -> list[int]:
-    """first, and each next rounding up, to `most`."""
+def _ladder(first: int, limit: int, round_up: Callable[[int], int]) -> list[int]:
+    """first, and each next rounding up, to `limit`."""
     rungs = [first]
-    while rungs[-1] < most:
-        rungs.append(min(above(rungs[-1] + 1), most))
+    while rungs[-1] < limit:
+        rungs.append(min(round_up(rungs[-1] + 1), limit))
     return rungs
 
 

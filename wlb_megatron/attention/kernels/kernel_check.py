@@ -24,7 +24,7 @@ def worst_error(kernels: Any, dtype: torch.dtype, device: torch.device | str, di
     """
     generator, scale = torch.Generator().manual_seed(0), dim**-0.5
     exact = TorchKernels()
-    worst = 0.0
+    largest_error = 0.0
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).to(device)
@@ -36,27 +36,27 @@ def worst_error(kernels: Any, dtype: torch.dtype, device: torch.device | str, di
             kernels.expect(call, q, kv)
         out, lse = kernels.forward(call, q, kv, scale)
         results = (out, lse, *kernels.backward(call, q, kv, out, lse, dout, scale))
-        wide = [x.double() for x in (q, kv, dout)]
-        right_out, right_lse = exact.forward(call, wide[0], wide[1], scale)
+        doubles = [x.double() for x in (q, kv, dout)]
+        right_out, right_lse = exact.forward(call, doubles[0], doubles[1], scale)
         expected = (
             right_out,
             right_lse,
-            *exact.backward(call, wide[0], wide[1], right_out, right_lse, wide[2], scale),
+            *exact.backward(call, doubles[0], doubles[1], right_out, right_lse, doubles[2], scale),
         )
         for result, exact_result in zip(results, expected, strict=True):
             error = float((result.double() - exact_result).abs().max() / exact_result.abs().max())
-            worst = error if error != error else max(worst, error)
-    return worst
+            largest_error = error if error != error else max(largest_error, error)
+    return largest_error
 
 
 def _calls(device: torch.device | str) -> Iterator[DeviceCall]:
     """The kinds of call: diagonals, rectangles, one call instead of two, windows, and a batch of equal sequences."""
-    whole, cut = [(9, 9), (1, 1), (190, 190), (64, 64)], [(64, 128), (5, 300), (70, 70)]
-    yield _call(whole, device, causal=True)
-    yield _call(cut, device, causal=False)
-    yield _call(cut, device, causal=True)
-    yield _call(whole, device, causal=True, window=20)
-    yield _call(cut, device, causal=True, window=20)
+    whole_sizes, cut_sizes = [(9, 9), (1, 1), (190, 190), (64, 64)], [(64, 128), (5, 300), (70, 70)]
+    yield _call(whole_sizes, device, causal=True)
+    yield _call(cut_sizes, device, causal=False)
+    yield _call(cut_sizes, device, causal=True)
+    yield _call(whole_sizes, device, causal=True, window=20)
+    yield _call(cut_sizes, device, causal=True, window=20)
     yield _call([(64, 64)] * 3, device, causal=True, equal=(3, 64, 64))
     yield _call([(64, 128)] * 2, device, causal=False, equal=(2, 64, 128))
 

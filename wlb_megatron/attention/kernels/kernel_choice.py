@@ -37,21 +37,21 @@ def label(name: str) -> str:
     return KERNELS[name].label if name in KERNELS else name
 
 
-def chosen(asked: str, layer: Layer) -> tuple[str, str]:
+def chosen(choice: str, layer: Layer) -> tuple[str, str]:
     """The name of a layer's kernels, and why they are not the preferred ones; "" if there is nothing to say.
 
     Raises WlbError if kernels are asked for that cannot serve the layer.
 
     Args:
-        asked: auto, or a name in registry.KERNELS.
+        choice: auto, or a name in registry.KERNELS.
     """
-    if asked != "auto":
-        if why := lacks(asked, layer):
+    if choice != "auto":
+        if why := lacks(choice, layer):
             raise WlbError(
-                f"--wlb-kernels {asked} cannot be used: {why}; use --wlb-kernels auto, which takes "
+                f"--wlb-kernels {choice} cannot be used: {why}; use --wlb-kernels auto, which takes "
                 f"{label(USUAL_KERNELS)}'s kernels there"
             )
-        return asked, ""
+        return choice, ""
     reasons = []
     for name in KERNELS:
         why = lacks(name, layer)
@@ -75,13 +75,13 @@ def lacks(name: str, layer: Layer) -> str | None:
 
 def not_installed(name: str) -> str | None:
     """Why these kernels cannot be called here; None if they can, as far as packages tell."""
-    for package, tried in KERNELS[name].packages.items():
+    for package, tried_version in KERNELS[name].packages.items():
         try:
             installed = version(package)
         except PackageNotFoundError:
             return f"{package} is not installed ({install(KERNELS[name].extra)})"
-        if installed != tried:
-            return f"{package} is {installed}, tried is {tried}"
+        if installed != tried_version:
+            return f"{package} is {installed}, tried is {tried_version}"
     return None
 
 

@@ -29,44 +29,45 @@ def spread_four(sources: tuple[Tensor, Tensor, Tensor, Tensor], index: Tensor, r
     return [spread_rows(source, index, rows) for source in sources]
 
 
-def join_rows(source: Tensor, other: Tensor, index: Tensor, rows: int) -> Tensor:
-    """A new buffer of `rows` rows: row i is row index[i] of source or, if that is below 0, row ~index[i] of other.
+def join_rows(source: Tensor, second_source: Tensor, index: Tensor, rows: int) -> Tensor:
+    """A new buffer of `rows` rows: row i is row index[i] of source or, if that is below 0, row ~index[i] of
+    second_source.
 
     Nothing reads the remaining rows. Tensors are [rows, ..], contiguous.
     """
     if source.is_cuda:
-        return _fused().join_rows(source, other, index, rows)
+        return _fused().join_rows(source, second_source, index, rows)
     buffer = source.new_empty((rows, *source.shape[1:]))
-    buffer[: len(index)] = _joined(source, other, index)
+    buffer[: len(index)] = _joined(source, second_source, index)
     return buffer
 
 
-def add_rows(target: Tensor, source: Tensor, groups: RowGroups, other: Tensor | None = None) -> None:
-    """Adds to each row of the target the rows of source and other that it owns.
+def add_rows(target: Tensor, source: Tensor, groups: RowGroups, second_source: Tensor | None = None) -> None:
+    """Adds to each row of the target the rows of source and second_source that it owns.
 
     Tensors are [rows, ..], contiguous. Sums are in fp32 at least, rounded once.
     """
-    other = source if other is None else other
+    second_source = source if second_source is None else second_source
     if target.is_cuda:
-        _fused().add_rows(target, source, groups, other)
+        _fused().add_rows(target, source, groups, second_source)
         return
-    wide = torch.promote_types(target.dtype, torch.float32)
+    sum_dtype = torch.promote_types(target.dtype, torch.float32)
     owner, rows = (
         groups.targets.repeat_interleave(groups.bounds.diff()),
-        _joined(source, other, groups.members),
+        _joined(source, second_source, groups.members),
     )
-    target.copy_(target.to(wide).index_add(0, owner, rows.to(wide)))
+    target.copy_(target.to(sum_dtype).index_add(0, owner, rows.to(sum_dtype)))
 
 
-def sum_pairs(source: Tensor, groups: RowGroups, other: Tensor) -> tuple[Tensor, Tensor]:
+def sum_pairs(source: Tensor, groups: RowGroups, second_source: Tensor) -> tuple[Tensor, Tensor]:
     """Sums of the rows that each target row owns, as add_rows to zeros. Every target row owns at least one.
 
-    source, other: [rows, 2, ..]. Returns [targets, ..] of their first halves, and of their second halves.
+    source, second_source: [rows, 2, ..]. Returns [targets, ..] of their first halves, and of their second halves.
     """
     if source.is_cuda:
-        return _fused().sum_pairs(source, groups, other)
+        return _fused().sum_pairs(source, groups, second_source)
     sums = source.new_zeros((len(groups.targets), *source.shape[1:]))
-    add_rows(sums, source, groups, other)
+    add_rows(sums, source, groups, second_source)
     return sums[:, 0].contiguous(), sums[:, 1].contiguous()
 
 
@@ -78,8 +79,8 @@ def _fused() -> Any:
     return row_sums_triton
 
 
-def _joined(source: Tensor, other: Tensor, index: Tensor) -> Tensor:
-    both = torch.cat((source, other))
+def _joined(source: Tensor, second_source: Tensor, index: Tensor) -> Tensor:
+    both = torch.cat((source, second_source))
     return both.index_select(0, torch.where(index < 0, len(source) + ~index, index))
 
 
@@ -97,6 +98,6 @@ def merge_rows(out: Tensor, lse: Tensor, parts: Tensor, parts_lse: Tensor, group
     top = lse.scatter_reduce(0, owner[:, None].expand_as(parts_lse), parts_lse, "amax")
     mine, theirs = torch.exp(lse - top), torch.exp(parts_lse - top[owner])
     total = mine.index_add(0, owner, theirs)
-    merged = (mine[..., None] * out).index_add(0, owner, theirs[..., None] * parts)
-    out.copy_(merged / total[..., None])
+    merged_out = (mine[..., None] * out).index_add(0, owner, theirs[..., None] * parts)
+    out.copy_(merged_out / total[..., None])
     lse.copy_(top + torch.log(total))

@@ -61,9 +61,9 @@ def _power(count: int) -> int:
 
 
 @triton.jit
-def _copy(source, target, at, to, width, column):  # type: ignore[no-untyped-def]
+def _copy(source, target, source_row, to, width, column):  # type: ignore[no-untyped-def]
     inside = column < width
-    tl.store(target + to * width + column, tl.load(source + at * width + column, inside), inside)
+    tl.store(target + to * width + column, tl.load(source + source_row * width + column, inside), inside)
 
 
 @triton.jit
@@ -71,12 +71,12 @@ def _spread(  # type: ignore[no-untyped-def]
     a, b, c, d, to_a, to_b, to_c, to_d, index, width_a, width_b, width_c, width_d, BLOCK: tl.constexpr
 ):
     to = tl.program_id(0).to(tl.int64)
-    at = tl.load(index + to).to(tl.int64)
+    source_row = tl.load(index + to).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    _copy(a, to_a, at, to, width_a, column)
-    _copy(b, to_b, at, to, width_b, column)
-    _copy(c, to_c, at, to, width_c, column)
-    _copy(d, to_d, at, to, width_d, column)
+    _copy(a, to_a, source_row, to, width_a, column)
+    _copy(b, to_b, source_row, to, width_b, column)
+    _copy(c, to_c, source_row, to, width_c, column)
+    _copy(d, to_d, source_row, to, width_d, column)
 
 
 def spread_four(sources: Four, index: Tensor, rows: int) -> list[Tensor]:
@@ -90,61 +90,62 @@ def spread_four(sources: Four, index: Tensor, rows: int) -> list[Tensor]:
 
 
 @triton.jit
-def _pick(source, other, at, width, column, inside):  # type: ignore[no-untyped-def]
-    """Row `at` of source, or row ~at of other if `at` is below 0."""
-    mine = tl.load(source + at * width + column, inside & (at >= 0), 0.0)
-    theirs = tl.load(other + (-1 - at) * width + column, inside & (at < 0), 0.0)
-    return tl.where(at >= 0, mine, theirs)
+def _pick(source, second_source, source_row, width, column, inside):  # type: ignore[no-untyped-def]
+    """Row `source_row` of source, or row ~source_row of second_source if it is below 0."""
+    mine = tl.load(source + source_row * width + column, inside & (source_row >= 0), 0.0)
+    theirs = tl.load(second_source + (-1 - source_row) * width + column, inside & (source_row < 0), 0.0)
+    return tl.where(source_row >= 0, mine, theirs)
 
 
 @triton.jit
-def _join(source, other, buffer, index, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _join(source, second_source, buffer, index, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     to = tl.program_id(0).to(tl.int64)
-    at = tl.load(index + to).to(tl.int64)
+    source_row = tl.load(index + to).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
-    tl.store(buffer + to * width + column, _pick(source, other, at, width, column, inside), inside)
+    cells = _pick(source, second_source, source_row, width, column, inside)
+    tl.store(buffer + to * width + column, cells, inside)
 
 
-def join_rows(source: Tensor, other: Tensor, index: Tensor, rows: int) -> Tensor:
+def join_rows(source: Tensor, second_source: Tensor, index: Tensor, rows: int) -> Tensor:
     """See row_sums.join_rows."""
     shape = source.shape[1:]
     buffer = source.new_empty((rows, *shape))
     if count := len(index):
         width = shape.numel()
         block = min(1024, _power(width))
-        _launch(_join, (count, -(-width // block)), (source, other, buffer, index), (width, block), 4)
+        _launch(_join, (count, -(-width // block)), (source, second_source, buffer, index), (width, block), 4)
     return buffer
 
 
 @triton.jit
 def _add(  # type: ignore[no-untyped-def]
-    target, source, other, targets, bounds, members, width, BLOCK: tl.constexpr
+    target, source, second_source, targets, bounds, members, width, BLOCK: tl.constexpr
 ):
     bag = tl.program_id(0)
     row = tl.load(targets + bag).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     total = tl.load(target + row * width + column, inside, 0.0).to(tl.float32)
-    for at in range(tl.load(bounds + bag), tl.load(bounds + bag + 1)):
-        member = tl.load(members + at).to(tl.int64)
-        total += _pick(source, other, member, width, column, inside).to(tl.float32)
+    for place in range(tl.load(bounds + bag), tl.load(bounds + bag + 1)):
+        member = tl.load(members + place).to(tl.int64)
+        total += _pick(source, second_source, member, width, column, inside).to(tl.float32)
     tl.store(target + row * width + column, total.to(target.dtype.element_ty), inside)
 
 
-def add_rows(target: Tensor, source: Tensor, groups: RowGroups, other: Tensor) -> None:
+def add_rows(target: Tensor, source: Tensor, groups: RowGroups, second_source: Tensor) -> None:
     """See row_sums.add_rows."""
     if not (count := len(groups.targets)):
         return
     width = target.shape[1:].numel()
     block = min(1024, _power(width))
-    tensors = target, source, other, groups.targets, groups.bounds, groups.members
+    tensors = target, source, second_source, groups.targets, groups.bounds, groups.members
     _launch(_add, (count, -(-width // block)), tensors, (width, block))
 
 
 @triton.jit
 def _sum_pairs(  # type: ignore[no-untyped-def]
-    first, second, source, other, targets, bounds, members, half, BLOCK: tl.constexpr
+    first, second, source, second_source, targets, bounds, members, half, BLOCK: tl.constexpr
 ):
     bag = tl.program_id(0)
     row = tl.load(targets + bag).to(tl.int64)
@@ -152,22 +153,22 @@ def _sum_pairs(  # type: ignore[no-untyped-def]
     inside = column < half
     begin, end = tl.load(bounds + bag), tl.load(bounds + bag + 1)
     one, two = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
-    for at in range(begin, end):
-        member = tl.load(members + at).to(tl.int64)
-        one += _pick(source, other, member, 2 * half, column, inside).to(tl.float32)
-        two += _pick(source, other, member, 2 * half, half + column, inside).to(tl.float32)
+    for place in range(begin, end):
+        member = tl.load(members + place).to(tl.int64)
+        one += _pick(source, second_source, member, 2 * half, column, inside).to(tl.float32)
+        two += _pick(source, second_source, member, 2 * half, half + column, inside).to(tl.float32)
     tl.store(first + row * half + column, one.to(first.dtype.element_ty), inside)
     tl.store(second + row * half + column, two.to(second.dtype.element_ty), inside)
 
 
-def sum_pairs(source: Tensor, groups: RowGroups, other: Tensor) -> tuple[Tensor, Tensor]:
+def sum_pairs(source: Tensor, groups: RowGroups, second_source: Tensor) -> tuple[Tensor, Tensor]:
     """See row_sums.sum_pairs."""
     count, shape = len(groups.targets), source.shape[2:]
     first, second = source.new_empty((count, *shape)), source.new_empty((count, *shape))
     if count:
         half = shape.numel()
         block = min(1024, _power(half))
-        tensors = first, second, source, other, groups.targets, groups.bounds, groups.members
+        tensors = first, second, source, second_source, groups.targets, groups.bounds, groups.members
         _launch(_sum_pairs, (count, -(-half // block)), tensors, (half, block))
     return first, second
 
@@ -193,20 +194,20 @@ def _merge(  # type: ignore[no-untyped-def]
     inside = head < heads
     cell = head[:, None] * DIM + column[None, :]
     valid = inside[:, None] & (column < DIM)[None, :]
-    # Online: `total` and `merged` are relative to exp(top), the largest log-sum-exp so far.
+    # Online: `total` and `merged_out` are relative to exp(top), the largest log-sum-exp so far.
     top = tl.load(lse + row * heads + head, inside, 0.0)
     total = tl.full([HEADS], 1.0, tl.float32)
-    merged = tl.load(out + row * heads * DIM + cell, valid, 0.0).to(tl.float32)
-    for at in range(tl.load(bounds + bag), tl.load(bounds + bag + 1)):
-        member = tl.load(members + at).to(tl.int64)
-        other = tl.load(parts_lse + member * heads + head, inside, 0.0)
+    merged_out = tl.load(out + row * heads * DIM + cell, valid, 0.0).to(tl.float32)
+    for place in range(tl.load(bounds + bag), tl.load(bounds + bag + 1)):
+        member = tl.load(members + place).to(tl.int64)
+        part_lse = tl.load(parts_lse + member * heads + head, inside, 0.0)
         part = tl.load(parts + member * heads * DIM + cell, valid, 0.0).to(tl.float32)
-        higher = tl.maximum(top, other)
-        keep, add = tl.exp(top - higher), tl.exp(other - higher)
-        merged = merged * keep[:, None] + part * add[:, None]
+        higher = tl.maximum(top, part_lse)
+        keep, add = tl.exp(top - higher), tl.exp(part_lse - higher)
+        merged_out = merged_out * keep[:, None] + part * add[:, None]
         total = total * keep + add
         top = higher
-    tl.store(out + row * heads * DIM + cell, (merged / total[:, None]).to(out.dtype.element_ty), valid)
+    tl.store(out + row * heads * DIM + cell, (merged_out / total[:, None]).to(out.dtype.element_ty), valid)
     tl.store(lse + row * heads + head, top + tl.log(total), inside)
 
 

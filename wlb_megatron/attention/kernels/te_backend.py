@@ -237,7 +237,7 @@ def _mask(call: DeviceCall) -> tuple[str, tuple[int, int]]:
     """
     if not call.causal:
         return "padding", (-1, -1)
-    left = -1 if call.window is None else call.window
+    left_window = -1 if call.window is None else call.window
     if call.cu_seqlens_q is call.cu_seqlens_kv:
-        return "padding_causal", (left, 0)
-    return "padding_causal_bottom_right", (left, 0)
+        return "padding_causal", (left_window, 0)
+    return "padding_causal_bottom_right", (left_window, 0)

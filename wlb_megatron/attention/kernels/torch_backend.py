@@ -39,17 +39,17 @@ class TorchKernels:
         groups = k.shape[1]
         # D of FlashAttention-2 (arXiv 2307.08691, algorithm 2): what softmax's gradient subtracts from dP.
         delta = (out.to(lse.dtype) * dout.to(lse.dtype)).sum(-1)
-        for rows, seen in _sequences(call):
-            scores = _scores(call, q[rows], k[seen], scale)
+        for rows, key_rows in _sequences(call):
+            scores = _scores(call, q[rows], k[key_rows], scale)
             grouped_lse, grouped_delta = (_group(x[rows], groups).permute(1, 2, 0) for x in (lse, delta))
             probs = torch.exp(scores - grouped_lse.unsqueeze(-1))
-            keys, values = (x[seen].to(scores.dtype) for x in (k, v))
+            keys, values = (x[key_rows].to(scores.dtype) for x in (k, v))
             queries, grads = (_group(x[rows].to(scores.dtype), groups) for x in (q, dout))
             dscores = torch.einsum("qghd,kgd->ghqk", grads, values) - grouped_delta.unsqueeze(-1)
             dscores = dscores * probs * scale
             dq[rows] = _flat(torch.einsum("ghqk,kgd->qghd", dscores, keys)).to(q.dtype)
-            dk[seen] = torch.einsum("ghqk,qghd->kgd", dscores, queries).to(kv.dtype)
-            dv[seen] = torch.einsum("ghqk,qghd->kgd", probs, grads).to(kv.dtype)
+            dk[key_rows] = torch.einsum("ghqk,qghd->kgd", dscores, queries).to(kv.dtype)
+            dv[key_rows] = torch.einsum("ghqk,qghd->kgd", probs, grads).to(kv.dtype)
         return dq, dkv
 
 
@@ -62,8 +62,8 @@ def _sequences(call: DeviceCall) -> Iterator[tuple[slice, slice]]:
 
 def _scores(call: DeviceCall, q: Tensor, k: Tensor, scale: float) -> Tensor:
     """[kv heads, heads per kv head, queries, keys], masked."""
-    wide = _wide(q)
-    scores = torch.einsum("qghd,kgd->ghqk", _group(q, k.shape[1]).to(wide), k.to(wide)) * scale
+    wide_dtype = _wide(q)
+    scores = torch.einsum("qghd,kgd->ghqk", _group(q, k.shape[1]).to(wide_dtype), k.to(wide_dtype)) * scale
     if not call.causal:
         return scores
     queries, keys = scores.shape[-2:]

@@ -47,7 +47,7 @@ def warm_up(
     With `recompute` the forward also runs in backward. `heads`, `kv_heads`, `dim`, `v_dim` and `scale` are those of
     the layers on this device; graphs are cached by these, too.
     """
-    done = 0
+    calls = 0
     if not kernels.takes(dim, v_dim):
         v_dim = dim
     for causal, window, size in graphs:
@@ -59,17 +59,17 @@ def warm_up(
             cast(GraphKernels, kernels).expect(call, q, kv)
         out = _Once.apply(q, kv, call, kernels, scale, recompute)
         torch.autograd.grad(out, q, torch.zeros_like(out))
-        done += 1
-    return done
+        calls += 1
+    return calls
 
 
 def _call(causal: bool, window: int | None, size: Bucket | Equal, device: torch.device | str) -> DeviceCall:
     count, queries, keys = size
     if isinstance(size, Equal):
-        first, others, rows = (queries, keys), (queries, keys), (count * queries, count * keys)
+        first, further_size, rows = (queries, keys), (queries, keys), (count * queries, count * keys)
     else:
-        first, others, rows = (1, 1), (0, 0), (queries, keys)
-    sizes = (first, *(others,) * (count - 1))
+        first, further_size, rows = (1, 1), (0, 0), (queries, keys)
+    sizes = (first, *(further_size,) * (count - 1))
     bounds_q, bounds_kv = (
         torch.tensor([0, *accumulate(side)], dtype=torch.int32, device=device)
         for side in zip(*sizes, strict=True)

@@ -137,7 +137,7 @@ def likeliest_first(chunks: list[Any], sizes: GraphSizes) -> list[tuple[Any, War
                 turns += [(-1, module, graph) for graph in repeated(sizes.window_layout, windowed=windowed)]
             graphs = foreseen(
                 *(sizes.tokens, sizes.cp_size, sizes.segments, sizes.cut_segments, window),
-                full=not windowed,
+                whole_documents=not windowed,
                 one_call=sizes.one_call,
                 prefix=sizes.prefix,
             )
