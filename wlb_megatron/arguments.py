@@ -46,13 +46,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 def config_from_args(args: argparse.Namespace) -> WlbConfig:
     """The plugin's settings from the flags. WlbError for a number out of range."""
-    given = {setting.name: getattr(args, PREFIX + setting.name) for setting in fields(WlbConfig)}
-    left = {
+    settings = {setting.name: getattr(args, PREFIX + setting.name) for setting in fields(WlbConfig)}
+    dependent_names = {
         setting.name
         for setting in fields(WlbConfig)
-        if setting.metadata.get("depends") and given[setting.name] is None
+        if setting.metadata.get("depends") and settings[setting.name] is None
     }
-    config = WlbConfig(**{name: value for name, value in given.items() if name not in left})
+    config = WlbConfig(**{name: value for name, value in settings.items() if name not in dependent_names})
     check_numbers(config)
     return config
 
@@ -86,9 +86,9 @@ def take_instead(config: WlbConfig) -> tuple[WlbConfig, list[str]]:
 def check_numbers(config: WlbConfig) -> None:
     """Raises WlbError for a setting that is out of its range or not a number."""
     for setting in fields(WlbConfig):
-        value, within = getattr(config, setting.name), setting.metadata.get("within")
-        if value is not None and within is not None and not within[0] <= value <= within[1]:
-            raise WlbError(f"{_flag(PREFIX + setting.name)} {value} must be from {within[0]} to {within[1]}")
+        value, bounds = getattr(config, setting.name), setting.metadata.get("within")
+        if value is not None and bounds is not None and not bounds[0] <= value <= bounds[1]:
+            raise WlbError(f"{_flag(PREFIX + setting.name)} {value} must be from {bounds[0]} to {bounds[1]}")
 
 
 def name_flag(message: str, args: argparse.Namespace, prefix: str = "") -> str:
@@ -96,9 +96,9 @@ def name_flag(message: str, args: argparse.Namespace, prefix: str = "") -> str:
 
     The settings have this prefix among `args`.
     """
-    name, *rest = message.split(" ", 1)
+    name, *words = message.split(" ", 1)
     name = prefix + {"per_document": "document_cost"}.get(name, name)
-    return " ".join([_flag(name), *rest]) if hasattr(args, name) else message
+    return " ".join([_flag(name), *words]) if hasattr(args, name) else message
 
 
 def explain_unparsed(message: str, flags: Iterable[str]) -> str:

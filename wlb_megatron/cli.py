@@ -60,23 +60,23 @@ class _Parser(argparse.ArgumentParser):
             raise UsageError(
                 "simulate is part of analyze now: wlb-megatron analyze --no-split --search none, with the same flags"
             )
-        own = list(arguments[: arguments.index("--")] if "--" in arguments else arguments)
-        _, unknown = self.parse_known_args(own, args)
+        own_arguments = list(arguments[: arguments.index("--")] if "--" in arguments else arguments)
+        _, unknown = self.parse_known_args(own_arguments, args)
         command = commands[args.command]
         if unknown:
             raise UsageError(explain_unknown(unknown, command._option_string_actions, args.command))
         launched = "--" in arguments
         if launched and not hasattr(args, "launched"):
             raise UsageError(f"{args.command} takes no launch command: leave out what follows --")
-        launch = read_launch(arguments[len(own) + 1 :])
+        launch = read_launch(arguments[len(own_arguments) + 1 :])
         preset = PRESETS.get(getattr(args, "model", None) or "")
         words = [*(preset or "").split(), *launch.flags]
         passed_over: list[str] = []
         if words:
-            chosen = argparse.Namespace(command=args.command)
-            _, passed_over = launch_parser(command).parse_known_args(words, chosen)
-            command.parse_known_args(own[1:], chosen)
-            vars(args).update(vars(chosen))
+            launch_settings = argparse.Namespace(command=args.command)
+            _, passed_over = launch_parser(command).parse_known_args(words, launch_settings)
+            command.parse_known_args(own_arguments[1:], launch_settings)
+            vars(args).update(vars(launch_settings))
         if hasattr(args, "launched"):
             args.launched, args.notes = launched, tuple(notes_of(passed_over))
         if hasattr(args, "world_size"):
@@ -179,7 +179,7 @@ def _inspect(args: argparse.Namespace) -> None:
     messages: list[str] = list(args.notes)
     if args.micro_batch_size > 1:
         messages.append("note: --micro-batch-size is not shown: micro-batches of one window are")
-    shown = inspect_plans(
+    inspection = inspect_plans(
         lengths,
         config,
         window=args.window,
@@ -199,9 +199,9 @@ def _inspect(args: argparse.Namespace) -> None:
         elif line.startswith("WARNING"):  # stdout may hold the JSON
             print(line, file=sys.stderr)
     if args.json is None:
-        _print_plans(shown)
+        _print_plans(inspection)
     else:
-        write_json(shown, args.json)
+        write_json(inspection, args.json)
 
 
 def _analyze(args: argparse.Namespace) -> None:
@@ -239,15 +239,15 @@ def write_json(value: Any, path: str) -> None:
     write_whole(Path(path), text, "--json")
 
 
-def _print_plans(shown: dict[str, Any]) -> None:
+def _print_plans(inspection: dict[str, Any]) -> None:
     from wlb_megatron.report.table import print_table
 
-    for number, iteration in enumerate(shown["iterations"]):
+    for number, iteration in enumerate(inspection["iterations"]):
         rows = []
         for micro_batch in iteration["micro_batches"]:
-            whole = _spell(micro_batch["documents"], micro_batch.get("prefix", ()))
-            rows.append([f"micro-batch of dp {micro_batch['dp']}", *whole])
-            rows += [[f"  cp {rank}", *_spell(held)] for rank, held in enumerate(micro_batch["ranks"])]
+            columns = _spell(micro_batch["documents"], micro_batch.get("prefix", ()))
+            rows.append([f"micro-batch of dp {micro_batch['dp']}", *columns])
+            rows += [[f"  cp {rank}", *_spell(part)] for rank, part in enumerate(micro_batch["ranks"])]
         print_table(
             f"iteration {number}: {len(iteration['arrived'])} pieces arrived, {len(iteration['waiting'])} wait",
             ["", "tokens", "padding", "id[start, end)"],
@@ -255,14 +255,14 @@ def _print_plans(shown: dict[str, Any]) -> None:
         )
 
 
-def _spell(rows: list[list[int]], prefixes: Sequence[int] = (), most: int = 6) -> list[str]:
+def _spell(rows: list[list[int]], prefixes: Sequence[int] = (), limit: int = 6) -> list[str]:
     """Tokens, padding, and the first few pieces or segments of it: 7[25, 43)+25 attends to the 25 tokens before it."""
     tokens, padding = (sum(end - start for i, start, end in rows if (i < 0) == pad) for pad in (False, True))
     before = [f"+{prefix}" if prefix else "" for prefix in prefixes or [0] * len(rows)]
     pairs = zip(rows, before, strict=True)
-    named = [f"{i}[{start}, {end}){suffix}" for (i, start, end), suffix in pairs if i >= 0]
-    more = f" and {len(named) - most} more" if len(named) > most else ""
-    return [str(tokens), str(padding), " ".join(named[:most]) + more]
+    words = [f"{i}[{start}, {end}){suffix}" for (i, start, end), suffix in pairs if i >= 0]
+    remainder = f" and {len(words) - limit} more" if len(words) > limit else ""
+    return [str(tokens), str(padding), " ".join(words[:limit]) + remainder]
 
 
 if __name__ == "__main__":

@@ -80,8 +80,8 @@ def inspect_plans(
         raise WlbError("--wlb-regather-keys changes no plan, which is all that inspect shows: leave it out")
     with explain_bad_values():
         alignment = multiple(cp, tp)
-        longest, _ = longest_whole(config.overlong, window, micro_batches)
-        rules = Rules(longest, config.overlong)
+        max_tokens, _ = longest_whole(config.overlong, window, micro_batches)
+        rules = Rules(max_tokens, config.overlong)
         stream = DocumentStream.of_lengths(lengths, rules, name="--lengths")
         if problem := nothing_predicted(lengths, rules):
             say(f"WARNING: {problem}")
@@ -99,7 +99,7 @@ def inspect_plans(
             dp=dp,
             pp=pp,
             vpp=vpp,
-            sample=sample_lengths(lengths, longest, config.overlong),
+            sample=sample_lengths(lengths, max_tokens, config.overlong),
             longest=stream.longest,
             rooms=None if job is None else job.rooms(config),
             say=say,
@@ -107,19 +107,19 @@ def inspect_plans(
         planner = plan_job(stream, packing)
     plans = list(islice(iter(planner.next_iteration, None), iterations))
     chunked = isinstance(planner.packer, ChunkPacker)
-    shown: dict[str, Any] = {
+    inspection: dict[str, Any] = {
         "iterations": [_show(plan, config.sharding, cp, alignment, chunked) for plan in plans]
     }
-    kept = None if job is None else job.kept_layers(plans, config)
-    if job is not None and kept is not None:
-        for iteration, step in zip(shown["iterations"], kept, strict=True):
-            for at, micro_batch in enumerate(iteration["micro_batches"]):
+    recomputation = None if job is None else job.kept_layers(plans, config)
+    if job is not None and recomputation is not None:
+        for iteration, step in zip(inspection["iterations"], recomputation, strict=True):
+            for number, micro_batch in enumerate(iteration["micro_batches"]):
                 stages = step[micro_batch["dp"]]
-                micro_batch["recomputed"] = [list(stage.recomputed[at // dp]) for stage in stages]
-        shown["stages"] = [
+                micro_batch["recomputed"] = [list(stage.recomputed[number // dp]) for stage in stages]
+        inspection["stages"] = [
             {"available": size, **asdict(stage)} for stage, size in zip(*job.stages(), strict=True)
         ]
-    return shown
+    return inspection
 
 
 def _cost(config: WlbConfig, cp: int) -> CostModel:
@@ -157,4 +157,4 @@ def _row(piece: Piece) -> list[int]:
 def _segments(pieces: tuple[Piece, ...], rows: list[list[int]]) -> list[list[int]]:
     """A rank's segments within their documents: (0, 2, 4) of a piece of document 7 that begins at 16 is [7, 18, 20]."""
     first = [piece.start - piece.prefix for piece in pieces]
-    return [[pieces[at].document, first[at] + start, first[at] + end] for at, start, end in rows]
+    return [[pieces[k].document, first[k] + start, first[k] + end] for k, start, end in rows]

@@ -44,10 +44,10 @@ def _stand_in_for_gpu() -> None:
     import torch
 
     if not torch.cuda.is_available():
-        seen = SimpleNamespace(
+        properties = SimpleNamespace(
             name="NVIDIA H100", major=9, minor=0, total_memory=80 << 30, multi_processor_count=132
         )
-        torch.cuda.get_device_properties = lambda *_, **__: seen  # type: ignore[assignment]
+        torch.cuda.get_device_properties = lambda *_, **__: properties  # type: ignore[assignment]
         torch.cuda.get_device_capability = lambda *_, **__: (9, 0)
 
 
@@ -55,10 +55,10 @@ def _predict(arguments: Sequence[str], world: int) -> int:
     from wlb_megatron.cli import main as command
 
     flags = [word for word in arguments if word.startswith("-") or not word.endswith(".py")]
-    own = ["analyze", "--no-split", "--search", "none", "--world-size", str(world)]
+    command_line = ["analyze", "--no-split", "--search", "none", "--world-size", str(world)]
     if not any(word.split("=")[0] == "--wlb-gpu-memory" for word in arguments):
-        own += ["--gpu-memory", "80"]
-    code = command([*own, "--", *flags])
+        command_line += ["--gpu-memory", "80"]
+    code = command([*command_line, "--", *flags])
     if not code:
         print(
             f"> wlb_megatron: Megatron and the plugin take these flags on {world} GPUs. Not checked: kernels, "
@@ -70,8 +70,8 @@ def _predict(arguments: Sequence[str], world: int) -> int:
 def _world_size(arguments: Sequence[str]) -> int | None:
     """By the flag, else by the launcher."""
     words = [part for word in arguments for part in word.split("=", 1)]
-    given = words[words.index("--wlb-world-size") + 1 :][:1] if "--wlb-world-size" in words else []
-    text = given[0] if given else os.environ.get("WORLD_SIZE", "")
+    values = words[words.index("--wlb-world-size") + 1 :][:1] if "--wlb-world-size" in words else []
+    text = values[0] if values else os.environ.get("WORLD_SIZE", "")
     return int(text) if text.isdigit() and int(text) else None
 
 

@@ -161,19 +161,19 @@ def _holds(checkout: Path, patch: Path) -> bool:
 def git_apply(checkout: Path, patches: list[Path], *, reverse: bool = False) -> None:
     """Apply patches together, or take them out in the other order. WlbError with git's words if it cannot."""
     ordered = [str(patch) for patch in (reversed(patches) if reverse else patches)]
-    done = _git(checkout, [*APPLY, *(["--reverse"] if reverse else []), *ordered])
-    if done.returncode:
-        raise WlbError(f"git changed nothing in {checkout}: {done.stderr.strip()}")
+    result = _git(checkout, [*APPLY, *(["--reverse"] if reverse else []), *ordered])
+    if result.returncode:
+        raise WlbError(f"git changed nothing in {checkout}: {result.stderr.strip()}")
 
 
 def _git(checkout: Path, arguments: list[str]) -> subprocess.CompletedProcess[str]:
     # A repository around the checkout is not looked at: git would skip files outside of what it tracks there.
-    above = {"GIT_CEILING_DIRECTORIES": str(checkout.resolve().parent), "LC_ALL": "C"}
+    environment = {"GIT_CEILING_DIRECTORIES": str(checkout.resolve().parent), "LC_ALL": "C"}
     try:
         return subprocess.run(
             ["git", *arguments],
             cwd=checkout,
-            env={**os.environ, **above},
+            env={**os.environ, **environment},
             capture_output=True,
             text=True,
             check=False,

@@ -112,20 +112,20 @@ def add_sizes(parser: argparse.ArgumentParser) -> None:
     """Context and tensor parallelism, of commands that take a launch command."""
     parser.set_defaults(launched=False, notes=())
     _size(parser, "--context-parallel-size", "--cp", "context-parallel size")
-    more = "tensor-parallel size; a micro-batch is padded to a multiple of --cp x --tp tokens"
-    _size(parser, "--tensor-model-parallel-size", "--tp", more)
+    help_text = "tensor-parallel size; a micro-batch is padded to a multiple of --cp x --tp tokens"
+    _size(parser, "--tensor-model-parallel-size", "--tp", help_text)
 
 
 def add_pipeline(parser: argparse.ArgumentParser) -> None:
     """Flags of the pipeline."""
     _size(parser, "--pipeline-model-parallel-size", "--pp", "pipeline-parallel size")
-    more = "model chunks of a pipeline stage, for the interleaved schedule"
-    _size(parser, "--num-virtual-stages-per-pipeline-rank", "--vpp", more)
+    help_text = "model chunks of a pipeline stage, for the interleaved schedule"
+    _size(parser, "--num-virtual-stages-per-pipeline-rank", "--vpp", help_text)
 
 
-def _size(parser: argparse.ArgumentParser, flag: str, short: str, text: str) -> None:
+def _size(parser: argparse.ArgumentParser, flag: str, alias: str, text: str) -> None:
     kind = whole(1, RANKS)
-    parser.add_argument(flag, short, dest=short[2:], default=1, type=kind, help=f"{text} (default: 1)")
+    parser.add_argument(flag, alias, dest=alias[2:], default=1, type=kind, help=f"{text} (default: 1)")
 
 
 def complete_layout(args: argparse.Namespace) -> None:
@@ -187,9 +187,9 @@ def add_setting(parser: argparse.ArgumentParser, name: str) -> None:
         return
     choices, metavar = setting.metadata.get("choices"), None
     if isinstance(choices, dict):
-        others = [f"{name} ({entry.help})" for name, entry in choices.items() if not entry.trains]
+        planning_choices = [f"{name} ({entry.help})" for name, entry in choices.items() if not entry.trains]
         metavar = "{" + ",".join(name for name, entry in choices.items() if not entry.instead) + "}"
-        help_text += "".join(f"; here also {other}" for other in others)
+        help_text += "".join(f"; here also {choice}" for choice in planning_choices)
     default = f" (default: {setting.default})" if setting.default is not None else ""
     parser.add_argument(
         *flags,
@@ -217,33 +217,33 @@ def settings(args: argparse.Namespace) -> WlbConfig:
 def refuse_idle(config: WlbConfig) -> None:
     """WlbError for a setting that the others leave without effect."""
     plain = WlbConfig()
-    for name, needed in idle(config).items():
+    for name, needs in idle(config).items():
         value = getattr(config, name)
         if value not in (getattr(plain, name), "1"):
             flag = name.replace("_", "-")
-            raise WlbError(f"--{flag} {value} changes nothing without {needed}: add that, or leave it out")
+            raise WlbError(f"--{flag} {value} changes nothing without {needs}: add that, or leave it out")
 
 
 def idle(config: WlbConfig) -> dict[str, str]:
     """Names of settings that the others leave without effect, and what they need."""
-    needed: dict[str, dict[str, list[str]]] = {}
+    requirements: dict[str, dict[str, list[str]]] = {}
     used = set()
     for field, entries in (("packing", PACKERS), ("sharding", SHARDINGS), ("cp_mode", CP_MODES)):
         for name, entry in entries.items():
             for setting in entry.settings:
-                needed.setdefault(setting, {}).setdefault(field, []).append(name)
+                requirements.setdefault(setting, {}).setdefault(field, []).append(name)
                 if name == getattr(config, field):
                     used.add(setting)
-    without = {
+    idle_settings = {
         setting: " or ".join(
             f"--{field.replace('_', '-')} {' or '.join(names)}" for field, names in by.items()
         )
-        for setting, by in needed.items()
+        for setting, by in requirements.items()
         if setting not in used
     }
     if config.release != "balance" or config.cp_mode != "fixed":
-        without["micro_batches_per_window"] = "--release balance and --cp-mode fixed"
-    return without
+        idle_settings["micro_batches_per_window"] = "--release balance and --cp-mode fixed"
+    return idle_settings
 
 
 SPELLED = {
@@ -266,10 +266,10 @@ class UsageError(WlbError):
     """About the command line itself. It names flags as the user wrote them."""
 
 
-def explain_unknown(given: Sequence[str], takes: Container[str], command: str) -> str:
-    """A line for the first flag with a known cure, else for all. The command did not understand `given`; it has the
-    flags `takes`."""
-    for part in given:
+def explain_unknown(unknown_words: Sequence[str], takes: Container[str], command: str) -> str:
+    """A line for the first flag with a known cure, else for all. The command did not understand
+    `unknown_words`; it has the flags `takes`."""
+    for part in unknown_words:
         flag = part.split("=")[0]
         plain = flag.replace("--wlb-", "--", 1)
         here = SPELLED.get(flag, plain)
@@ -282,4 +282,4 @@ def explain_unknown(given: Sequence[str], takes: Container[str], command: str) -
                 f"{flag} is not taken here: approximate multi-latent attention by --kv-channels, the mean channels of "
                 "a query and a value, with as many --num-query-groups as heads"
             )
-    return f"unrecognized arguments: {' '.join(given)} (see wlb-megatron {command} --help)"
+    return f"unrecognized arguments: {' '.join(unknown_words)} (see wlb-megatron {command} --help)"

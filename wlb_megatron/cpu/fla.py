@@ -72,14 +72,14 @@ def chunk_gated_delta_rule(
 
     def recur(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
         state, rows = q.new_zeros(*q.shape[:1], *q.shape[2:], v.shape[-1]), []
-        for query, key, value, decay, written in zip(
+        for query, key, value, decay, written_share in zip(
             *(tensor.unbind(1) for tensor in (q, k, v, g.exp(), beta)), strict=True
         ):
             state = state * decay[..., None, None]
-            change = (value - torch.einsum("bhkv,bhk->bhv", state, key)) * written[..., None]
+            change = (value - torch.einsum("bhkv,bhk->bhv", state, key)) * written_share[..., None]
             state = state + key[..., None] * change[..., None, :]
             rows.append(torch.einsum("bhkv,bhk->bhv", state, query))
         return torch.stack(rows, dim=1)
 
-    wide = (tensor.float() for tensor in (q * q.shape[-1] ** -0.5, k, v, g, beta))
-    return _by_document(recur, cu_seqlens, *wide).to(v.dtype), None
+    wide_tensors = (tensor.float() for tensor in (q * q.shape[-1] ** -0.5, k, v, g, beta))
+    return _by_document(recur, cu_seqlens, *wide_tensors).to(v.dtype), None

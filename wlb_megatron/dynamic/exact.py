@@ -105,9 +105,9 @@ def _deal(
             for _ in range(row.get(k, 0))
         ]
         loads = [int(placement.load[placement.ranks(*place)].max()) for place in places]
-        order = sorted(range(len(places)), key=lambda at: (-places[at][0], loads[at], places[at][1]))
-        for document, at in zip(buckets.members[k], order, strict=True):
-            level, block = places[at]
+        order = sorted(range(len(places)), key=lambda slot: (-places[slot][0], loads[slot], places[slot][1]))
+        for document, slot in zip(buckets.members[k], order, strict=True):
+            level, block = places[slot]
             bin_ = placement.find_room(level, block, problem.tokens[document])
             if bin_ < 0:
                 return None

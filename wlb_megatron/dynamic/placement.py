@@ -56,10 +56,10 @@ class Problem:
         and the micro-steps that their tokens take."""
         if not self.tokens:
             return self.step_ns
-        prices, held = self.price_array, self.fitting
+        prices, fits_group = self.price_array, self.fitting
         never = np.iinfo(np.int64).max // (len(self.tokens) + 1)
-        summed = np.where(held, prices * np.array(self.stage.sizes)[:, None], never)
-        low = int(np.where(held, prices, never).min(axis=0).max())
+        summed = np.where(fits_group, prices * np.array(self.stage.sizes)[:, None], never)
+        low = int(np.where(fits_group, prices, never).min(axis=0).max())
         high = max(low, -(-int(summed.min(axis=0).sum()) // self.stage.ranks))
 
         def fits(time: int) -> bool:

@@ -185,15 +185,15 @@ def cut(item: Item, number: int, cost: CostModel, capacity: int = 1 << 62) -> li
         ends.append(min(max(end, earliest), length - after, before + capacity))
     ends.append(length)
     works = cost.work(ends).tolist()
-    own = int(
+    own_cost = int(
         cost.work([1])[0] - CostModel(cost.quadratic_at).work([1])[0]
     )  # a document's own cost, for each chunk
     chunks, start = [], 0
-    for end, upto, before in zip(ends, works, [own, *works], strict=False):
+    for end, upto, before in zip(ends, works, [own_cost, *works], strict=False):
         piece = item.piece._replace(
             start=item.piece.start + start, end=item.piece.start + end, prefix=item.piece.prefix + start
         )
-        chunks.append(item._replace(work=upto - before + own, tokens=end - start, piece=piece))
+        chunks.append(item._replace(work=upto - before + own_cost, tokens=end - start, piece=piece))
         start = end
     return chunks
 

@@ -109,8 +109,8 @@ class OriginalPacker(WindowPacker):
         return Packed(in_given_order(freeze(windows, batch.bins, self._cost), self._ranks.dp), put_back)
 
     def snapshot(self) -> Callable[[], dict[str, Any]]:
-        settings, waiting = self._settings(), tuple(self._waiting)
-        return lambda: {"settings": settings, "waiting": encode(waiting)}
+        settings, waiting_pieces = self._settings(), tuple(self._waiting)
+        return lambda: {"settings": settings, "waiting": encode(waiting_pieces)}
 
     def load_state(self, state: dict[str, Any]) -> None:
         check_settings(state["settings"], self._settings())
@@ -193,11 +193,12 @@ class FixedGreedyPacker(WindowPacker):
 
     def snapshot(self) -> Callable[[], dict[str, Any]]:
         # Windows are not changed once they are planned.
-        settings, waiting, planned = self._settings(), tuple(self._remainder), tuple(self._planned)
+        settings, waiting_pieces = self._settings(), tuple(self._remainder)
+        planned_windows = tuple(self._planned)
         return lambda: {
             "settings": settings,
-            "waiting": encode(waiting),
-            "planned": encode_windows(planned),
+            "waiting": encode(waiting_pieces),
+            "planned": encode_windows(planned_windows),
         }
 
     def load_state(self, state: dict[str, Any]) -> None:

@@ -184,15 +184,15 @@ def _experts(args: Any) -> Experts | None:
     attention, dense, experts = layer_kinds(args)
     if not args.num_experts or not experts:
         return None
-    one, chosen = args.moe_ffn_hidden_size or args.ffn_hidden_size, args.moe_router_topk
+    one, experts_per_token = args.moe_ffn_hidden_size or args.ffn_hidden_size, args.moe_router_topk
     tensor = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
     shared = getattr(args, "moe_shared_expert_intermediate_size", None) or 0
     parallel = args.expert_model_parallel_size or 1
-    memory = ExpertsMemory(args.num_experts, one, parallel, tensor, chosen, shared=shared)
-    ffn = one * chosen
+    memory = ExpertsMemory(args.num_experts, one, parallel, tensor, experts_per_token, shared=shared)
+    ffn = one * experts_per_token
     if experts != attention:
-        beside = dense if getattr(args, "hybrid_layer_pattern", None) else 0
-        ffn = (ffn * experts + args.ffn_hidden_size * beside) // attention
+        mlp_layers = dense if getattr(args, "hybrid_layer_pattern", None) else 0
+        ffn = (ffn * experts + args.ffn_hidden_size * mlp_layers) // attention
     return Experts(count=args.num_experts, ffn=ffn, balancing=balancing_of(args), memory=memory)
 
 

@@ -86,7 +86,7 @@ class TrainingJob:
     fine_tuning: FineTuning | None = None
 
     @classmethod
-    def of(cls, args: Any, given: WlbConfig, *, full_validation: bool = False) -> TrainingJob:
+    def of(cls, args: Any, settings: WlbConfig, *, full_validation: bool = False) -> TrainingJob:
         """args: Megatron's validated arguments; what a release does not know is taken as not given. full_validation: as
         the user gave it.
 
@@ -97,8 +97,8 @@ class TrainingJob:
             on_gpu=args.distributed_backend == "nccl", index=args.local_rank, rank=getattr(args, "rank", 0)
         )
         return cls(
-            given=given,
-            config=given,
+            given=settings,
+            config=settings,
             model=model,
             sizes=sizes,
             batches=BatchSizes.of(args),
@@ -111,8 +111,8 @@ class TrainingJob:
                 names=tuple(getattr(args, "validation_set_names", None) or ()),
             ),
             device=device,
-            memory=MemoryFlags.of(args) if device.on_gpu or given.gpu_memory else None,
-            profile=profile_of(given.profile, model, sizes.tensor),
+            memory=MemoryFlags.of(args) if device.on_gpu or settings.gpu_memory else None,
+            profile=profile_of(settings.profile, model, sizes.tensor),
             trains=not getattr(args, "skip_train", False),
             seed=args.seed,
             workers=args.num_workers,
@@ -121,7 +121,7 @@ class TrainingJob:
             recompute_blocks=_recomputed_blocks(args),
             one_length=one_length(args),
             timeout=args.distributed_timeout_minutes,
-            fine_tuning=FineTuning.of(args, given),
+            fine_tuning=FineTuning.of(args, settings),
         )
 
     @property
@@ -153,14 +153,14 @@ class TrainingJob:
 
     def window_misfit(self) -> str | None:
         """Why a window cannot be padded as micro-batches are; None if it can."""
-        wanted, window, rows = self.shares, self.batches.window, self.model.rows
-        if window % wanted == 0:
+        shares, window, rows = self.shares, self.batches.window, self.model.rows
+        if window % shares == 0:
             return None
         of = f" x {rows} rows, which FP8's matrix products need on each rank" if rows > 1 else ""
         return (
-            f"{window} tokens are not a multiple of {wanted}, to which micro-batches are padded (context-parallel size "
+            f"{window} tokens are not a multiple of {shares}, to which micro-batches are padded (context-parallel size "
             f"{self.sizes.context} x tensor-parallel size {self.sizes.tensor}{of}); set it to "
-            f"{-(-window // wanted) * wanted}"
+            f"{-(-window // shares) * shares}"
         )
 
     def with_config(self, config: WlbConfig) -> TrainingJob:

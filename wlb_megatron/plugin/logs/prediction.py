@@ -262,12 +262,12 @@ def layer_model(job: TrainingJob, table: KernelTable | None = None) -> LayerMode
         raise ValueError(
             f"an interleaved schedule by groups of {layout.group} micro-batches on {layout.pipeline} stages"
         )
-    measured = h100() if table is None else table
+    kernel_table = h100() if table is None else table
     return LayerModel(
         shape=shape,
         layout=layout,
-        assumptions=with_links(Assumptions.of_gpu(measured.device), job.costs),
-        measured=measured,
+        assumptions=with_links(Assumptions.of_gpu(kernel_table.device), job.costs),
+        measured=kernel_table,
         costs=job.costs,
         recompute=job.recompute,
         recompute_blocks=job.recompute_blocks,

@@ -54,8 +54,9 @@ def wrap_layer(original: Callable[..., Any]) -> Callable[..., Any]:
     """A method of GatedDeltaNet that gets the micro-batch's packed_seq_params, and runs with its documents."""
 
     def method(*args: Any, **kwargs: Any) -> Any:
-        given = (value for value in (*args, *kwargs.values()) if isinstance(value, WlbPackedSeqParams))
-        documents = getattr(next(given, None), "documents", None)
+        values = (*args, *kwargs.values())
+        packed_params = next((value for value in values if isinstance(value, WlbPackedSeqParams)), None)
+        documents = getattr(packed_params, "documents", None)
         if documents is None:
             raise WlbError(
                 "a gated delta net got no plan of the micro-batch: feed the model through wlb_megatron's forward_step"
@@ -73,10 +74,10 @@ def wrap_layer(original: Callable[..., Any]) -> Callable[..., Any]:
 def wrap_undo(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Rows [tokens, 1, channels] of all ranks, rank by rank, in the documents' order."""
 
-    def undo(input_: Tensor, *rest: Any, **kwargs: Any) -> Tensor:
+    def undo(input_: Tensor, *further_args: Any, **kwargs: Any) -> Tensor:
         documents = part(Running).documents
         if documents is None:
-            return original(input_, *rest, **kwargs)
+            return original(input_, *further_args, **kwargs)
         return _Permuted.apply(input_, documents.order, documents.gathered)
 
     return undo
@@ -85,10 +86,10 @@ def wrap_undo(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def wrap_redo(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Rows [tokens, 1, channels] in the documents' order, rank by rank."""
 
-    def redo(input_: Tensor, *rest: Any, **kwargs: Any) -> Tensor:
+    def redo(input_: Tensor, *further_args: Any, **kwargs: Any) -> Tensor:
         documents = part(Running).documents
         if documents is None:
-            return original(input_, *rest, **kwargs)
+            return original(input_, *further_args, **kwargs)
         return _Permuted.apply(input_, documents.gathered, documents.order)
 
     return redo

@@ -56,16 +56,16 @@ class ConversationTokenizer:
         precedes that could predict it. BadLine where the tokenizer fails."""
         try:
             if self._tokenizing.assistant_only:
-                tokens, trained = self._marked(conversation)
+                tokens, is_target = self._marked(conversation)
             else:
                 tokens, targets = self._megatron.tokenize_conversation(
                     conversation, return_target=True, add_generation_prompt=False
                 )
-                trained = np.asarray(targets) != IGNORED
+                is_target = np.asarray(targets) != IGNORED
         except Exception as error:  # of a template, of Megatron's asserts, of the library
             reason = " ".join(str(error).split())[:160]
             raise BadLine(f"Megatron's tokenizer fails on it: {type(error).__name__}: {reason}") from None
-        mask = np.asarray(trained, dtype=np.uint8)
+        mask = np.asarray(is_target, dtype=np.uint8)
         mask[:1] = 0
         return np.asarray(tokens, dtype=np.int64), mask
 

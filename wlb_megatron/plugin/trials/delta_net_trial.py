@@ -83,8 +83,8 @@ def worst_error(
 
     def convolve(rows: Tensor) -> Tensor:
         padded = functional.pad(rows.transpose(1, 2), (nets.width - 1, 0))
-        wide = functional.conv1d(padded, wide_weight[:, None], groups=channels)
-        return functional.silu(wide).transpose(1, 2)
+        convolved = functional.conv1d(padded, wide_weight[:, None], groups=channels)
+        return functional.silu(convolved).transpose(1, 2)
 
     wide_weight = weight.detach().float().requires_grad_()
     return max(
@@ -102,12 +102,12 @@ def _error(
     gradient: Tensor,
 ) -> float:
     """Of the outputs and gradients of packed rows [1, tokens, ..] against `exact` of each document in fp32."""
-    wide = [tensor.detach().float().requires_grad_() for tensor in rows]
-    documents = zip(*(tensor.split(LENGTHS, dim=1) for tensor in wide), strict=True)
-    right = torch.cat([exact(*document) for document in documents], dim=1)
+    wide_rows = [tensor.detach().float().requires_grad_() for tensor in rows]
+    documents = zip(*(tensor.split(LENGTHS, dim=1) for tensor in wide_rows), strict=True)
+    exact_out = torch.cat([exact(*document) for document in documents], dim=1)
     gradient = gradient.to(out)
     results = [out, *torch.autograd.grad(out, [*rows, *weights], gradient)]
-    expected = [right, *torch.autograd.grad(right, [*wide, *exact_weights], gradient.float())]
+    expected = [exact_out, *torch.autograd.grad(exact_out, [*wide_rows, *exact_weights], gradient.float())]
     errors = [
         float(((result.float() - exact).norm() / exact.norm()).detach())
         for result, exact in zip(results, expected, strict=True)

@@ -88,13 +88,13 @@ def exchange_buffers(
         index = plan.key_index(plan.held_keys(holder, window))
         owner[index], local[index] = holder, np.arange(len(index))
     owners = [owner[tokens] for tokens in buffers]
-    elsewhere = [held != wanting for wanting, held in enumerate(owners)]
+    elsewhere = [holders != wanting for wanting, holders in enumerate(owners)]
     place = local[buffers[rank]]
     arriving = np.flatnonzero(elsewhere[rank])
     place[arriving[np.argsort(owners[rank][arriving], kind="stable")]] = ~np.arange(len(arriving))
     sent_rows = [
-        local[tokens[(held == rank) & away]]
-        for tokens, held, away in zip(buffers, owners, elsewhere, strict=True)
+        local[tokens[(holders == rank) & away]]
+        for tokens, holders, away in zip(buffers, owners, elsewhere, strict=True)
     ]
     received = np.bincount(owners[rank][arriving], minlength=plan.cp_size).tolist()
     return _part(rank, sent_rows, received, place, any(bool(away.any()) for away in elsewhere))
