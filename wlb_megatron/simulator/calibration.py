@@ -12,7 +12,7 @@ from wlb_megatron.workload.profile import Profile
 DEFAULTS = Assumptions()
 
 
-def calibrated(assumed: Assumptions, profile: Profile) -> Assumptions:
+def calibrated(assumptions: Assumptions, profile: Profile) -> Assumptions:
     """Assumptions adjusted to a profile.
 
     With the returned rate of matrix products, the model's arithmetic gives the profiled layer's time per token, with
@@ -20,25 +20,25 @@ def calibrated(assumed: Assumptions, profile: Profile) -> Assumptions:
     figure that the user changed from its default stays.
     """
     model, costs = profile.model, profile.costs
-    widths = assumed.activation_passes * model.hidden + assumed.ffn_passes * model.ffn
-    elements = 3 * 2 * widths / model.tp / assumed.memory_rate * 1e9
+    widths = assumptions.activation_passes * model.hidden + assumptions.ffn_passes * model.ffn
+    elements = 3 * 2 * widths / model.tp / assumptions.memory_rate * 1e9
     products = sum(costs.layer.slope()) - elements
-    adjusted = assumed
+    adjusted = assumptions
     if products > 0:
         adjusted = replace(adjusted, matmul_rate=3 * 2 * model.layer_parameters / products * 1e9)
     adjusted = with_links(adjusted, costs)
-    users = {f.name: getattr(assumed, f.name) for f in fields(assumed)}
+    users = {f.name: getattr(assumptions, f.name) for f in fields(assumptions)}
     return replace(
         adjusted, **{name: value for name, value in users.items() if value != getattr(DEFAULTS, name)}
     )
 
 
-def with_links(assumed: Assumptions, costs: Costs | None) -> Assumptions:
+def with_links(assumptions: Assumptions, costs: Costs | None) -> Assumptions:
     """Assumptions with NVLink's rate and latency from the profile's all-gather, if it has one."""
     link = ((costs and costs.links) or {}).get("all_gather")
     if link is None:
-        return assumed
-    return replace(assumed, nvlink_rate=1e9 / link.per_byte, nvlink_latency=link.latency / 1e9)
+        return assumptions
+    return replace(assumptions, nvlink_rate=1e9 / link.per_byte, nvlink_latency=link.latency / 1e9)
 
 
 def profiled_shape(profile: Profile, layers: int) -> Model:

@@ -35,9 +35,9 @@ def _check_layers(layers: int, pp: int, vpp: int) -> None:
     check_vpp(pp, vpp)
     parts = pp * vpp
     if layers % parts and (layers + 2) % parts:
-        over = f"--pp {pp}" + (f" x --vpp {vpp}" if vpp > 1 else "")
+        flags = f"--pp {pp}" + (f" x --vpp {vpp}" if vpp > 1 else "")
         raise WlbError(
-            f"--num-layers {layers} cannot be divided over {over}: choose a divisor of {layers}, or of {layers + 2} "
+            f"--num-layers {layers} cannot be divided over {flags}: choose a divisor of {layers}, or of {layers + 2} "
             "(with the embedding and the loss counted as layers)"
         )
 

@@ -19,18 +19,18 @@ def simulate_groups(
 ) -> Simulated:
     """Simulates iterations of dynamic groups.
 
-    tokens: of each iteration's documents. cost: the costs by which the groups were planned. model: with fixed groups.
+    tokens: int[documents] for each iteration. cost: that by which the groups were planned. model: with fixed groups.
     In the result, `dp` counts all ranks of a stage, and `cp` is 1.
     """
     ranks = model.layout.data * model.layout.context
     apart = replace(model, layout=replace(model.layout, context=1, data=ranks))
     loads = [group_loads(plan, plan_tokens, cost) for plan, plan_tokens in zip(plans, tokens, strict=True)]
 
-    def several(chosen: list[int]) -> Simulated:
-        held = np.stack([loads[at][0] for at in chosen])
-        attention = np.stack([loads[at][1] for at in chosen])
+    def several(places: list[int]) -> Simulated:
+        counts = np.stack([loads[place][0] for place in places])
+        attention = np.stack([loads[place][1] for place in places])
         ways = Times(*(way[..., None] for way in apart.attention_ways(attention)))
-        return run_steps(held, ways, apart, blocking=True)
+        return run_steps(counts, ways, apart, blocking=True)
 
     return by_count([len(plan.micro_steps) for plan in plans], several)
 
@@ -40,12 +40,12 @@ def group_loads(
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
     """Tokens and attention (nanoseconds) of each micro-step on each rank of a stage, [m, ranks] each."""
     lengths, prices = np.array(tokens, dtype=np.int64), cost.attention(tokens)
-    held = np.ones((len(plan.micro_steps), plan.ranks), dtype=np.int64)
-    attention = np.full(held.shape, cost.tables[0].call)
+    counts = np.ones((len(plan.micro_steps), plan.ranks), dtype=np.int64)
+    attention = np.full(counts.shape, cost.tables[0].call)
     for step, groups in enumerate(plan.micro_steps):
         for group in groups:
             documents, level = list(group.documents), cost.sizes.index(group.size)
             ranks = slice(group.start, group.start + group.size)
-            held[step, ranks] = -(-int(lengths[documents].sum()) // group.size)
+            counts[step, ranks] = -(-int(lengths[documents].sum()) // group.size)
             attention[step, ranks] += prices[level, documents].sum() + cost.opening()[level]
-    return held, attention
+    return counts, attention

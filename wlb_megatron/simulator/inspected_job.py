@@ -21,12 +21,12 @@ def add_inspected_job(parser: argparse.ArgumentParser) -> None:
     described = [*settings, *parser._actions[before:]]
     whole_job = argparse.ArgumentParser()
     add_job(whole_job)
-    taken = {action.dest for action in parser._actions}
+    destinations = {action.dest for action in parser._actions}
     defaults = vars(whole_job.parse_args([])) | {"seed": -1, "warm_up": 0}
     parser.set_defaults(
         of_launch=whole_job._actions,
         of_job={action.dest: (action.option_strings[0], action.default) for action in described},
-        **{name: value for name, value in defaults.items() if name not in taken},
+        **{name: value for name, value in defaults.items() if name not in destinations},
     )
 
 
@@ -38,8 +38,8 @@ def read_inspected_job(args: argparse.Namespace) -> Job | None:
         return read_job(args)
     if args.launched:
         return None
-    needed = "--gpu-memory" if described else "a model (--model or --hidden-size)"
+    requirement = "--gpu-memory" if described else "a model (--model or --hidden-size)"
     for name, (flag, default) in args.of_job.items():
         if getattr(args, name) != default:
-            raise WlbError(f"{flag} changes nothing without {needed}: add that, or leave it out")
+            raise WlbError(f"{flag} changes nothing without {requirement}: add that, or leave it out")
     return None

@@ -86,14 +86,16 @@ def simulate(
 
     Iterations with equally many micro-batches are simulated in one pass. blocking: transfers between stages as in
     Megatron's 1F1B (see pipeline_ends); ignored by interleaved schedules. orders: given if documents are in chunks.
-    recomputed: None: as the model's flags say. Raises ValueError if the plans do not match the model's layout.
+    recomputed: None if the model's flags say it. Raises ValueError if the plans do not match the model's layout.
     """
 
-    def several(chosen: list[int]) -> Simulated:
-        tokens, attention, cut = _measure([shards[at] for at in chosen], model)
-        own = None if orders is None else [sizes for at in chosen for sizes in orders[at]]
-        again = None if recomputed is None else np.stack([recomputed[at] for at in chosen])
-        return run_steps(tokens, attention, model, blocking=blocking, cut=cut, orders=own, recomputed=again)
+    def several(places: list[int]) -> Simulated:
+        tokens, attention, cuts = _measure([shards[place] for place in places], model)
+        steps = None if orders is None else [sizes for place in places for sizes in orders[place]]
+        repeats = None if recomputed is None else np.stack([recomputed[place] for place in places])
+        return run_steps(
+            tokens, attention, model, blocking=blocking, cuts=cuts, orders=steps, recomputed=repeats
+        )
 
     return by_count([len(iteration) for iteration in shards], several)
 
@@ -106,14 +108,14 @@ def by_count(counts: Sequence[int], several: Callable[[list[int]], Simulated]) -
     if not counts:
         raise ValueError("no iteration to simulate")
     alike: dict[int, list[int]] = {}
-    for at, count in enumerate(counts):
-        alike.setdefault(count, []).append(at)
-    parts = [several(chosen) for chosen in alike.values()]
-    back = np.argsort([at for chosen in alike.values() for at in chosen])
+    for place, count in enumerate(counts):
+        alike.setdefault(count, []).append(place)
+    parts = [several(places) for places in alike.values()]
+    back = np.argsort([place for places in alike.values() for place in places])
     micro_batches = [times for part in parts for times in part.micro_batches]
     return Simulated(
         np.concatenate([part.steps for part in parts])[back],
-        [micro_batches[at] for at in back],
+        [micro_batches[place] for place in back],
         np.concatenate([part.busy for part in parts])[back],
         np.concatenate([part.tokens for part in parts])[back],
         np.concatenate([part.paced for part in parts])[back],
@@ -130,13 +132,13 @@ def group_events(
     recomputed: Recomputed | None = None,
 ) -> list[list[Event]]:
     """Events (nanoseconds) of the first iteration's pipelines, one list for each data-parallel rank."""
-    tokens, attention, cut = _measure(shards[:1], model)
+    tokens, attention, cuts = _measure(shards[:1], model)
     grouped = _grouped(tokens, None if orders is None else orders[0])
-    again = recomputed_by_flags(tokens, model) if recomputed is None else recomputed[0][None]
+    repeats = recomputed_by_flags(tokens, model) if recomputed is None else recomputed[0][None]
     forward, backward = _stages(
-        _device(tokens, attention, model), _ends(tokens, model, grouped), again, model
+        _device(tokens, attention, model), _ends(tokens, model, grouped), repeats, model
     )
-    launches = _launches(cut, grouped, again, model)
+    launches = _launches(cuts, grouped, repeats, model)
     layout, transfer = model.layout, _transfer(tokens, model)
     blocking = blocking and layout.virtual == 1
     return [
@@ -180,7 +182,7 @@ def cut_of(plans: Sequence[ShardPlan]) -> BoolArray:
 def _device(tokens: npt.NDArray[np.int64], attention: Times, model: LayerModel) -> Times:
     """float[n, m, dp]: a layer's time on the slowest context rank of each micro-batch."""
     linear = model.linear(tokens / model.layout.context)
-    return Times(*(a.max(axis=-1) + other for a, other in zip(attention, linear, strict=True)))
+    return Times(*(a.max(axis=-1) + base for a, base in zip(attention, linear, strict=True)))
 
 
 def recomputed_by_flags(tokens: IntArray, model: LayerModel) -> IntArray:
@@ -192,15 +194,15 @@ def recomputed_by_flags(tokens: IntArray, model: LayerModel) -> IntArray:
     return np.broadcast_to(by_chunk, (n, dp, *by_chunk.shape[:2], m))
 
 
-def _launches(cut: BoolArray, grouped: BoolArray, recomputed: IntArray, model: LayerModel) -> Launches:
+def _launches(cuts: BoolArray, grouped: BoolArray, recomputed: IntArray, model: LayerModel) -> Launches:
     """float[n * dp, P, V, m]: the host's launches of each forward and backward."""
-    host = model.host(cut)
-    layer = Times(*(np.broadcast_to(way, cut.shape) for way in host))
-    embedding, loss = (Times(*(np.full(cut.shape, way) for way in end)) for end in model.host_ends())
+    host = model.host(cuts)
+    layer = Times(*(np.broadcast_to(way, cuts.shape) for way in host))
+    embedding, loss = (Times(*(np.full(cuts.shape, way) for way in end)) for end in model.host_ends())
     loss = _deferred(loss, grouped)
     ends = [(embedding.forward, loss.forward), (embedding.backward, loss.backward)]
-    again = Times(np.broadcast_to(model.host_again(cut), cut.shape), layer.backward)
-    return Launches(*_stages(layer, ends, recomputed, model, again.forward))
+    repeat = Times(np.broadcast_to(model.host_again(cuts), cuts.shape), layer.backward)
+    return Launches(*_stages(layer, ends, recomputed, model, repeat.forward))
 
 
 def _stages(
@@ -208,24 +210,23 @@ def _stages(
     ends: Sequence[tuple[FloatArray, FloatArray]],
     recomputed: IntArray,
     model: LayerModel,
-    again: FloatArray | None = None,
+    repeat: FloatArray | None = None,
 ) -> tuple[FloatArray, FloatArray]:
     """float[n * dp, P, V, m] of each way: the layers of a stage, with what the first and the last have besides.
 
-    recomputed: int[n, dp, P, V, m], layers whose forward the backward repeats; again: its time for a layer, float[n, m,
-    dp], None: as in the forward.
+    Args:
+        recomputed: int[n, dp, P, V, m], layers whose forward the backward repeats.
+        repeat: float[n, m, dp], that forward's time for a layer; None if it is the first one's.
     """
-    forward, backward = (_stage_times(way, more, model) for way, more in zip(layer, ends, strict=True))
-    repeated = (layer.forward if again is None else again).swapaxes(1, 2)[:, :, None, None]
+    forward, backward = (_stage_times(way, end, model) for way, end in zip(layer, ends, strict=True))
+    repeated = (layer.forward if repeat is None else repeat).swapaxes(1, 2)[:, :, None, None]
     return forward, backward + (recomputed * repeated).reshape(backward.shape)
 
 
 def _transfer(tokens: npt.NDArray[np.int64], model: LayerModel) -> FloatArray:
-    """float[n]: the transfer of an iteration's largest micro-batch, used for all, because stages seldom wait for
-    links.
-    """
-    longest = tokens.max(axis=(1, 2)) / model.layout.context
-    return np.array([model.transfer_ns(float(size)) for size in longest])
+    """float[n]: the transfer of an iteration's largest micro-batch, used for all: stages seldom wait for links."""
+    sizes = tokens.max(axis=(1, 2)) / model.layout.context
+    return np.array([model.transfer_ns(float(size)) for size in sizes])
 
 
 def run_steps(
@@ -234,58 +235,60 @@ def run_steps(
     model: LayerModel,
     *,
     blocking: bool,
-    cut: BoolArray | None = None,
+    cuts: BoolArray | None = None,
     orders: Sequence[tuple[int, ...] | None] | None = None,
     recomputed: IntArray | None = None,
 ) -> Simulated:
     """As `simulate`, from the plans' figures.
 
-    tokens: int[n, m, dp] of each micro-batch. attention: float[n, m, dp, cp], nanoseconds of a layer. cut: bool[n, m,
-    dp], whether any rank attends to earlier keys; None: all do if there are context ranks. orders: group sizes of
-    each iteration's ranks, [n * dp]. recomputed: int[n, dp, P, V, m], layers that a backward recomputes; None: as the
-    model's flags say.
+    Args:
+        tokens: int[n, m, dp] of each micro-batch.
+        attention: float[n, m, dp, cp], nanoseconds of a layer.
+        cuts: bool[n, m, dp], whether any rank attends to earlier keys; None: all do if there are context ranks.
+        orders: group sizes of each iteration's ranks, [n * dp].
+        recomputed: int[n, dp, P, V, m], layers that a backward recomputes; None: those that the model's flags name.
     """
     n, _, dp = tokens.shape
     layout = model.layout
-    cut = np.full(tokens.shape, layout.context > 1) if cut is None else cut
+    cuts = np.full(tokens.shape, layout.context > 1) if cuts is None else cuts
     recomputed = recomputed_by_flags(tokens, model) if recomputed is None else recomputed
     grouped = _grouped(tokens, orders)
-    device, host = _device(tokens, attention, model), model.host(cut)
+    device, host = _device(tokens, attention, model), model.host(cuts)
     ends = _ends(tokens, model, grouped)
     forward, backward = _stages(device, ends, recomputed, model)
-    done = _ends_by_order(
-        *(forward, backward, _launches(cut, grouped, recomputed, model)),
+    end_times = _ends_by_order(
+        *(forward, backward, _launches(cuts, grouped, recomputed, model)),
         orders or [None] * (n * dp),
         np.repeat(_transfer(tokens, model), dp),
         blocking and layout.virtual == 1,
     )
-    done = done.reshape(n, dp, layout.pipeline).max(axis=1)
+    end_times = end_times.reshape(n, dp, layout.pipeline).max(axis=1)
     paced = (forward + backward).sum(axis=(2, 3)).reshape(n, dp, layout.pipeline)
     linear = model.linear(tokens / layout.context)
     both = (linear.forward + linear.backward)[..., None] + attention.forward + attention.backward
-    own = both.sum(axis=1)
+    layer_ns = both.sum(axis=1)
     layers = np.array(
         [sum(model.layers_of(p, c) for c in range(layout.virtual)) for p in range(layout.pipeline)]
     )
-    again = recomputed.sum(axis=3)  # [n, dp, P, m]
+    repeats = recomputed.sum(axis=3)  # [n, dp, P, m]
     once_more = linear.forward[..., None] + attention.forward
-    busy = own[:, :, None, :] * layers[:, None] + np.einsum("ndpm,nmdc->ndpc", again, once_more)
+    compute = layer_ns[:, :, None, :] * layers[:, None] + np.einsum("ndpm,nmdc->ndpc", repeats, once_more)
     fullest = int(layers.argmax())
-    share = again[:, :, fullest].swapaxes(1, 2) / layers[fullest]
+    share = repeats[:, :, fullest].swapaxes(1, 2) / layers[fullest]
     slowest = np.maximum(
         device.forward * (1 + share) + device.backward,
-        host.forward + host.backward + share * model.host_again(cut),
+        host.forward + host.backward + share * model.host_again(cuts),
     )
     for times in ends:
-        busy[:, :, 0] += times[0].sum(axis=1)[..., None]
-        busy[:, :, -1] += times[1].sum(axis=1)[..., None]
+        compute[:, :, 0] += times[0].sum(axis=1)[..., None]
+        compute[:, :, -1] += times[1].sum(axis=1)[..., None]
     return Simulated(
-        (done + _after(forward, backward, model, n)).max(axis=1) + 1e9 * model.assumptions.step_overhead,
+        (end_times + _after(forward, backward, model, n)).max(axis=1) + 1e9 * model.assumptions.step_overhead,
         list(slowest * int(layers.max())),
-        busy,
+        compute,
         tokens.sum(axis=(1, 2)),
         paced,
-        done.max(axis=1),
+        end_times.max(axis=1),
     )
 
 
@@ -298,12 +301,12 @@ def _ends_by_order(
     blocking: bool,
 ) -> FloatArray:
     """float[n * dp, P]: `pipeline_ends`, in one pass for all pipelines of one order."""
-    done = np.empty(forward.shape[:2])
+    end_times = np.empty(forward.shape[:2])
     alike: dict[tuple[int, ...] | None, list[int]] = {}
-    for at, sizes in enumerate(orders):
-        alike.setdefault(None if sizes is None or max(sizes) == 1 else sizes, []).append(at)
+    for row, sizes in enumerate(orders):
+        alike.setdefault(None if sizes is None or max(sizes) == 1 else sizes, []).append(row)
     for sizes, rows in alike.items():
-        done[rows] = pipeline_ends(
+        end_times[rows] = pipeline_ends(
             forward[rows],
             backward[rows],
             transfer=transfer[rows],
@@ -311,7 +314,7 @@ def _ends_by_order(
             groups=sizes,
             launches=Launches(launches.forward[rows], launches.backward[rows]),
         )
-    return done
+    return end_times
 
 
 def _grouped(tokens: npt.NDArray[np.int64], orders: Sequence[tuple[int, ...] | None] | None) -> BoolArray:
@@ -354,7 +357,7 @@ def _after(forward: FloatArray, backward: FloatArray, model: LayerModel, n: int)
     iteration's first forward, for which this one's first stands; the longer of the two in each pair is what shows.
     """
     layout = model.layout
-    shown = [
+    shares = [
         model.assumptions.dp_exposed if overlaps else 1.0
         for overlaps in (layout.reduce_overlaps, layout.gather_overlaps)
     ]
@@ -367,7 +370,7 @@ def _after(forward: FloatArray, backward: FloatArray, model: LayerModel, n: int)
         )
         exposed = sum(
             np.maximum(time - hidden, 0.0) + share * np.minimum(time, hidden)
-            for time, hidden, share in zip((reduce, gather), hides, shown, strict=True)
+            for time, hidden, share in zip((reduce, gather), hides, shares, strict=True)
         )
         after[:, stage] = exposed + model.optimizer_ns(stage)
     return after

@@ -254,31 +254,31 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     """Megatron's flags that a launch command has and that change memory or what follows from a step's time. Commands
     without a launch command assume the first five."""
     add = parser.add_argument_group("run", "further flags of a launch command").add_argument
-    assumed = "assumed without a launch command"
+    note = "assumed without a launch command"
     add(
         "--sequence-parallel",
         action="store_true",
-        help=f"tensor-parallel ranks share activations ({assumed})",
+        help=f"tensor-parallel ranks share activations ({note})",
     )
     add(
         "--use-distributed-optimizer",
         action="store_true",
-        help=f"ranks share the optimizer's state ({assumed})",
+        help=f"ranks share the optimizer's state ({note})",
     )
     add(
         "--overlap-grad-reduce",
         action="store_true",
-        help=f"gradients are reduced during the backward ({assumed})",
+        help=f"gradients are reduced during the backward ({note})",
     )
     add(
         "--overlap-param-gather",
         action="store_true",
-        help=f"parameters are gathered during the forward ({assumed})",
+        help=f"parameters are gathered during the forward ({note})",
     )
     add(
         "--untie-embeddings-and-output-weights",
         action="store_true",
-        help=f"the output layer has weights of its own ({assumed})",
+        help=f"the output layer has weights of its own ({note})",
     )
     add(
         "--hidden-dropout",
@@ -338,14 +338,14 @@ def _refuse_idle_experts(args: argparse.Namespace) -> None:
 
 def usual_iterations(lengths: Lengths, tokens: int) -> tuple[int, int]:
     """Iterations to look at where no flag says how many, and documents of one of them. lengths: tokens of each
-    document. tokens: of a global batch. 2,000 tokens of documents of 2: 100 iterations of 1,000."""
+    document. tokens: size of a global batch. 2,000 tokens of documents of 2: 100 iterations of 1,000."""
     total = sum(int(block.sum()) for block in blocks(lengths))
     documents = tokens * sum(int((block > 0).sum()) for block in blocks(lengths)) // max(1, total)
     return max(FEWEST, min(ITERATIONS, MOST_PLANNED // max(1, documents))), documents
 
 
 def read_job(args: argparse.Namespace, lengths: Lengths | None = None) -> Job:
-    """The job that the flags describe. lengths: of the documents that it is to look at. WlbError on what cannot be."""
+    """The job that the flags describe, to look at documents of these lengths. WlbError on what cannot be."""
     iterations, warm_up = args.iterations or ITERATIONS, WARM_UP
     messages: tuple[str, ...] = tuple(args.notes)
     if args.iterations is None and lengths is not None:
@@ -363,7 +363,7 @@ def read_job(args: argparse.Namespace, lengths: Lengths | None = None) -> Job:
             f"--cp-mode dynamic cannot be combined with --moe-router-load-balancing-type {kind}: a router's loss "
             "would depend on the groups; use none, or --cp-mode fixed"
         )
-    assumptions, measured, profile = read_assumptions(args)
+    assumptions, table, profile = read_assumptions(args)
     if profile is not None:
         _refuse_measured(args)
         _complete_experts(args, profile)
@@ -386,7 +386,7 @@ def read_job(args: argparse.Namespace, lengths: Lengths | None = None) -> Job:
             shape=shape,
             layout=layout,
             assumptions=assumptions,
-            measured=measured,
+            measured=table,
             costs=None if profile is None else profile.costs,
             recompute=args.recompute_granularity,
             recompute_layers=args.recompute_num_layers if args.recompute_method == "uniform" else 1,
@@ -420,7 +420,7 @@ def _refuse_idle_recompute(args: argparse.Namespace) -> None:
         f"--recompute-num-layers {args.recompute_num_layers}": args.recompute_num_layers > 1,
         f"--wlb-recompute {args.recompute}": args.recompute != "auto",
     }
-    for flag in (flag for flag, given in changed.items() if given):
+    for flag in (flag for flag, is_set in changed.items() if is_set):
         raise WlbError(
             f"{flag} changes nothing without --recompute-granularity full: add that, or leave it out"
         )
@@ -428,17 +428,17 @@ def _refuse_idle_recompute(args: argparse.Namespace) -> None:
 
 def _layout(args: argparse.Namespace) -> Layout:
     """Sizes, and what shares a step's state; without a launch command Megatron's usual flags are assumed."""
-    assumed = not args.launched
+    no_launch = not args.launched
     return Layout(
         tensor=args.tp,
         context=args.cp,
         pipeline=args.pp,
         data=args.dp,
         virtual=args.vpp,
-        sequence=assumed or args.sequence_parallel,
-        distributed_optimizer=assumed or args.use_distributed_optimizer,
-        reduce_overlaps=assumed or args.overlap_grad_reduce,
-        gather_overlaps=assumed or args.overlap_param_gather,
+        sequence=no_launch or args.sequence_parallel,
+        distributed_optimizer=no_launch or args.use_distributed_optimizer,
+        reduce_overlaps=no_launch or args.overlap_grad_reduce,
+        gather_overlaps=no_launch or args.overlap_param_gather,
     )
 
 
@@ -509,7 +509,7 @@ def _refuse_measured(args: argparse.Namespace) -> None:
 
 def read_shape(args: argparse.Namespace, profile: Profile | None = None) -> Model:
     """The profiled model, else a known one, of which flags change parts; else all by flags and Megatron's defaults."""
-    known = SHAPES.get(args.model or "7B", SHAPES["7B"])
+    base = SHAPES.get(args.model or "7B", SHAPES["7B"])
     flags = {
         "layers": args.num_layers,
         "hidden": args.hidden_size,
@@ -522,9 +522,9 @@ def read_shape(args: argparse.Namespace, profile: Profile | None = None) -> Mode
     }
     flags_set = {name: value for name, value in flags.items() if value is not None}
     if profile is not None:
-        return replace(profiled_shape(profile, int(known.layers)), **flags_set)
+        return replace(profiled_shape(profile, int(base.layers)), **flags_set)
     if args.model in SHAPES or args.hidden_size is None:
-        return replace(known, **{"head_dim": 0, **flags_set})
+        return replace(base, **{"head_dim": 0, **flags_set})
     hidden, heads = args.hidden_size, args.num_attention_heads
     if not heads:
         raise WlbError("--hidden-size needs --num-attention-heads; give both, or --model")
@@ -535,12 +535,12 @@ def read_shape(args: argparse.Namespace, profile: Profile | None = None) -> Mode
     pattern = getattr(args, "hybrid_layer_pattern", None) or ""  # profile, of one layer, has no such flag
     nets = pattern.split("/")[0].count("G")
     plain = Model(
-        layers=known.layers,
+        layers=base.layers,
         hidden=hidden,
         heads=heads,
         kv_heads=heads,
         ffn=ffn,
-        vocab=known.vocab,
+        vocab=base.vocab,
         gated=False,
         projections=latent_parameters(hidden, heads, args.q_lora_rank or 0, args.kv_lora_rank, latent)
         if args.multi_latent_attention
@@ -631,20 +631,20 @@ def _dense_layers(pattern: str, layers: int) -> int:
                 pass
             case _:
                 raise ValueError
-        once = listed(numbers)
-        if len(once) * times > layers:
+        items = listed(numbers)
+        if len(items) * times > layers:
             raise ValueError
-        return once * times
+        return items * times
 
     try:
-        found = listed(ast.parse(pattern.strip(), mode="eval").body)
+        entries = listed(ast.parse(pattern.strip(), mode="eval").body)
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-        found = []
-    if len(found) != layers or not {*found} <= {0, 1}:
+        entries = []
+    if len(entries) != layers or not {*entries} <= {0, 1}:
         raise WlbError(
             f"--moe-layer-freq {pattern!r} is neither a number nor a list of {layers} zeros and ones"
         )
-    return found.count(0)
+    return entries.count(0)
 
 
 def activated(shape: Model, args: argparse.Namespace) -> Model:

@@ -12,8 +12,8 @@ def _dense(layers: int, hidden: int, ffn: int, heads: int, vocab: int) -> str:
     )
 
 
-def _experts(count: int, chosen: int, ffn: int) -> str:
-    return f"--num-experts {count} --moe-router-topk {chosen} --moe-ffn-hidden-size {ffn}"
+def _experts(count: int, top_k: int, ffn: int) -> str:
+    return f"--num-experts {count} --moe-router-topk {top_k} --moe-ffn-hidden-size {ffn}"
 
 
 _LATENT = (

@@ -52,7 +52,7 @@ PASSED_OVER = {
 
 @dataclass(frozen=True)
 class Launch:
-    """flags: of the training script. world: GPUs, None where the command does not say."""
+    """The flags of the training script. world: GPUs, None where the command does not say."""
 
     flags: tuple[str, ...]
     world: int | None = None
@@ -100,9 +100,9 @@ def launch_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     that describe a job, but only a launch command can give here, are the command's default `of_launch`."""
     training = argparse.ArgumentParser(prog=parser.prog, add_help=False, allow_abbrev=False)
     training.error = parser.error  # type: ignore[method-assign]
-    shown = {action.dest for action in parser._actions}
-    more = [action for action in parser.get_default("of_launch") or () if action.dest not in shown]
-    for action in (*parser._actions, *more):
+    dests = {action.dest for action in parser._actions}
+    of_launch = [action for action in parser.get_default("of_launch") or () if action.dest not in dests]
+    for action in (*parser._actions, *of_launch):
         names = [name for name in action.option_strings if name in MEGATRON or name.startswith("--wlb-")]
         if names:
             action = copy.copy(action)
@@ -112,6 +112,6 @@ def launch_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def notes_of(unknown: Sequence[str]) -> list[str]:
-    """A line for each flag that matters to a prediction and is not read. unknown: what the parser did not take."""
+    """A line for each flag that matters to a prediction and is not read, of the words that the parser did not take."""
     flags = dict.fromkeys(word.split("=")[0] for word in unknown)
     return [f"note: {flag} is not predicted: {PASSED_OVER[flag]}" for flag in flags if flag in PASSED_OVER]

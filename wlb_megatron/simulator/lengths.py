@@ -17,9 +17,9 @@ def long_tailed(window: int, count: int = 100_000, seed: int = 1) -> npt.NDArray
     from window / 8 to the window. Outliers hold about a sixth of all tokens.
     """
     rng = np.random.default_rng(seed)
-    short = rng.lognormal(np.log(window / 44), 0.7, count)
+    body = rng.lognormal(np.log(window / 44), 0.7, count)
     outliers = window * rng.uniform(1 / 8, 1, count)
-    lengths = np.where(rng.random(count) < 1 / 90, outliers, np.minimum(short, window / 16))
+    lengths = np.where(rng.random(count) < 1 / 90, outliers, np.minimum(body, window / 16))
     return np.maximum(lengths, 1).astype(np.int64)
 
 

@@ -45,9 +45,9 @@ class LayerModel:
     * measured: attention of any shape of heads, rescaled to this one's.
     * costs: of a profile of exactly this shape and tensor-parallel size. They replace `measured` and the rates; their
       links replace the network within a node.
-    * recompute: "full": layers in their backward; "selective": their attention alone; "none". recompute_layers: of a
-      unit that "full" recomputes at once (--recompute-method uniform). recompute_blocks: how many layers of a model
-      chunk it recomputes (block); None: all.
+    * recompute: "full" recomputes layers in their backward, "selective" their attention alone, "none" nothing.
+    * recompute_layers: size of a unit that "full" recomputes at once (--recompute-method uniform).
+    * recompute_blocks: how many layers of a model chunk it recomputes (block); None: all.
     * regather: keys are exchanged again in backward.
     * layout: its distributed_optimizer: gradients are reduced and scattered, parameters gathered, and each rank updates
       its share; without it gradients travel both ways, and each rank updates all.
@@ -85,11 +85,10 @@ class LayerModel:
         passed = self.layers * shape.layer_parameters + 2 * shape.vocab * shape.hidden
         if experts is None:
             return passed
-        more = (experts.count - experts.chosen) * ffn_parameters(
-            shape, experts.ffn
-        ) + experts.count * shape.hidden
+        idle = (experts.count - experts.chosen) * ffn_parameters(shape, experts.ffn)
+        routers = experts.count * shape.hidden
         # A layer without experts is taken to be as wide as what a token passes of one with them.
-        return passed + (self.layers - experts.dense_layers) * more
+        return passed + (self.layers - experts.dense_layers) * (idle + routers)
 
     @property
     def layers(self) -> int:
@@ -146,8 +145,8 @@ class LayerModel:
         if self.regather:
             # Half of the table's exchange is keys and values on their way there; these now travel twice.
             table = self.table
-            more = replace(table, exchange=1.5 * table.exchange, exchange_row=1.5 * table.exchange_row)
-            backward = backward + predict_all(plans, more) - predict_all(plans, table)
+            twice = replace(table, exchange=1.5 * table.exchange, exchange_row=1.5 * table.exchange_row)
+            backward = backward + predict_all(plans, twice) - predict_all(plans, table)
         times = self._recomputed(forward, backward)
         chunked = np.array([[plan.chunks is not None] for plan in plans])
         return Times(times.forward, times.backward + chunked * chunk_ns(self._width, self.layout.context))
@@ -168,27 +167,27 @@ class LayerModel:
     def _recomputed(self, forward: FloatArray, backward: FloatArray) -> Times:
         return Times(forward, backward + forward if self.recompute == "selective" else backward)
 
-    def host(self, cut: npt.ArrayLike) -> Times:
-        """Nanoseconds of the host to launch a layer. cut: bool, whether a rank's queries attend to earlier keys."""
-        second = np.asarray(cut, dtype=np.float64)
+    def host(self, cuts: npt.ArrayLike) -> Times:
+        """Nanoseconds of the host to launch a layer; cuts: bool, of ranks that attend to earlier keys."""
+        second = np.asarray(cuts, dtype=np.float64)
         exchange = EXCHANGE_LAUNCH if self.layout.context > 1 else 0.0
-        (forward, backward), (more, back) = LAUNCH_NS, (0.0, 0.0)
+        (forward, backward), (extra, back) = LAUNCH_NS, (0.0, 0.0)
         if self.costs is not None:
-            (forward, backward), (more, back) = self.costs.host, self.costs.host_second
-        again, pp = self.recompute == "selective", self.layout.pipeline
-        forward, backward = stage_launch_ns((forward, backward), again, self.layers / pp if pp > 1 else None)
-        back += again * more
+            (forward, backward), (extra, back) = self.costs.host, self.costs.host_second
+        rerun, pp = self.recompute == "selective", self.layout.pipeline
+        forward, backward = stage_launch_ns((forward, backward), rerun, self.layers / pp if pp > 1 else None)
+        back += rerun * extra
         share = self.assumptions.host_launch
         return Times(
-            share * (forward + second * (more + exchange)), share * (backward + second * (back + exchange))
+            share * (forward + second * (extra + exchange)), share * (backward + second * (back + exchange))
         )
 
-    def host_again(self, cut: npt.ArrayLike) -> FloatArray:
+    def host_again(self, cuts: npt.ArrayLike) -> FloatArray:
         """Nanoseconds of the host to launch a layer's forward once more, in the backward of a recomputed layer."""
-        forward, more = LAUNCH_NS[0], 0.0
+        forward, extra = LAUNCH_NS[0], 0.0
         if self.costs is not None:
-            forward, more = self.costs.host[0], self.costs.host_second[0]
-        return self.assumptions.host_launch * (forward + np.asarray(cut, dtype=np.float64) * more)
+            forward, extra = self.costs.host[0], self.costs.host_second[0]
+        return self.assumptions.host_launch * (forward + np.asarray(cuts, dtype=np.float64) * extra)
 
     def host_ends(self) -> tuple[tuple[float, float], tuple[float, float]]:
         """Nanoseconds of the host to launch embedding and loss, forward and backward; 0 without a profile."""
@@ -199,7 +198,7 @@ class LayerModel:
         return (share * there, share * back), (share * loss, share * loss_back)
 
     def linear(self, tokens: npt.ArrayLike) -> Times:
-        """Nanoseconds of a layer without attention. tokens: of one context-parallel rank. A layer that is recomputed in
+        """Nanoseconds of a layer without attention, for a context-parallel rank's tokens. A layer that is recomputed in
         full takes its forward once more; iteration.py adds that, as for attention and the host's launches."""
         shape, tp, rates = self.shape, self.layout.tensor, self.assumptions
         t = np.asarray(tokens, dtype=np.float64)
@@ -241,8 +240,8 @@ class LayerModel:
     def layers_of(self, stage: int, chunk: int = 0) -> int:
         """Layers of a chunk: spread evenly, with one more on earlier chunks. 126 over 16 stages are 8 ... 8 7 7."""
         chunks = self.layout.pipeline * self.layout.virtual
-        at = chunk * self.layout.pipeline + stage
-        return self.layers // chunks + (at < self.layers % chunks)
+        position = chunk * self.layout.pipeline + stage
+        return self.layers // chunks + (position < self.layers % chunks)
 
     def recomputed_layers(self, stage: int, chunk: int = 0) -> int:
         """Layers of a chunk that its backward recomputes in full, by the flags."""
@@ -263,11 +262,11 @@ class LayerModel:
         if layout.pipeline == 1:
             return 0.0
         stride = layout.tensor * layout.context * layout.data
-        sent = 2 * self.shape.hidden * tokens / layout.tensor
+        volume = 2 * self.shape.hidden * tokens / layout.tensor
         link = ((self.costs and self.costs.links) or {}).get("p2p")
         if link is not None and 2 * stride <= rates.node:
-            return link.latency + sent * link.per_byte
-        return 1e9 * (sent / rates.pair_rate(2, stride) + rates.latency(2, stride))
+            return link.latency + volume * link.per_byte
+        return 1e9 * (volume / rates.pair_rate(2, stride) + rates.latency(2, stride))
 
     def gradient_sync_ns(self, stage: int) -> tuple[float, float]:
         """Nanoseconds of a stage's reduction of gradients and gather of parameters, over the ranks that hold the same
@@ -276,15 +275,15 @@ class LayerModel:
         """
         rates, shared = self.assumptions, self.layout.distributed_optimizer
         reduce, gather = (
-            sum(rates.ring_ns(size * held, copies, stride) for held, copies, stride in self._held(stage))
+            sum(rates.ring_ns(size * count, copies, stride) for count, copies, stride in self._held(stage))
             for size in (rates.gradient_bytes * (1 if shared else 2), rates.parameter_bytes * shared)
         )
         return reduce, gather
 
     def optimizer_ns(self, stage: int) -> float:
         owned = sum(
-            held / (copies if self.layout.distributed_optimizer else 1)
-            for held, copies, _ in self._held(stage)
+            count / (copies if self.layout.distributed_optimizer else 1)
+            for count, copies, _ in self._held(stage)
         )
         if self.costs is not None:
             return owned * self.costs.optimizer
@@ -299,16 +298,16 @@ class LayerModel:
         probe = np.array([65536], dtype=np.int64)
         table = replace(self.table, segment=0.0, query_row=0.0, key_row=0.0)
         pair = float(table.diagonal_ns(probe)[0]) / 65536**2
-        many = self.linear(np.array([0.0, 65536.0]))
+        line = self.linear(np.array([0.0, 65536.0]))
         rows = self.table.query_row + self.table.key_row
-        layout, shape, again = self.layout, self.shape, self.recomputed_share
-        token = float(((1 + again) * many.forward + many.backward) @ [-1, 1]) / 65536 + rows
+        layout, shape, repeats = self.layout, self.shape, self.recomputed_share
+        token = float(((1 + repeats) * line.forward + line.backward) @ [-1, 1]) / 65536 + rows
         per_micro_batch = micro_batch_cost(
             self.costs,
             shape.layer_parameters / layout.tensor,
             self._width,
             layout.context,
-            recompute=again,
+            recompute=repeats,
             layers=max(1, self.layers // layout.pipeline) if layout.pipeline > 1 else None,
         )
         forward, backward = (self.assumptions.host_launch * way for way in per_micro_batch.least)
@@ -319,7 +318,7 @@ class LayerModel:
             least_micro_batch=(forward, backward),
             per_chunk=per_micro_batch.chunk,
             per_earlier_key=self._slower_row(self.table, 2) * (layout.context - 1) / token,
-            backward=backward_over_forward(again),
+            backward=backward_over_forward(repeats),
         )
 
     def _held(self, stage: int) -> list[tuple[float, int, int]]:
@@ -335,9 +334,9 @@ class LayerModel:
         if experts is not None:
             one = ffn_parameters(shape, experts.ffn)
             parameters -= experts.chosen * one
-            spread = experts.parallel * experts.tensor
-            held = layers * experts.count * one / spread
-            parts.append((held, max(1, copies * layout.tensor // spread), spread))
+            expert_ranks = experts.parallel * experts.tensor
+            count = layers * experts.count * one / expert_ranks
+            parts.append((count, max(1, copies * layout.tensor // expert_ranks), expert_ranks))
         dense = (layers * parameters + ends * shape.vocab * shape.hidden) / layout.tensor
         return [(dense, copies, layout.tensor), *parts]
 

@@ -39,15 +39,15 @@ class PlanTimes:
     def __call__(self, plans: Sequence[IterationPlan]) -> npt.NDArray[np.float64]:
         """float[n]: nanoseconds of each iteration. Its plans may be of fewer data-parallel ranks than the job has."""
         dp = len(plans[0].micro_batches[0])
-        few = replace(self.model, layout=replace(self.model.layout, data=dp))
-        return replace(self, model=few, quick=True).simulated(plans)[0].steps
+        model = replace(self.model, layout=replace(self.model.layout, data=dp))
+        return replace(self, model=model, quick=True).simulated(plans)[0].steps
 
     def simulated(self, plans: Sequence[IterationPlan]) -> tuple[Simulated, Shards, Kept | None]:
         """The plans' times, how their micro-batches are cut, and the layers that they keep."""
         shards = cut_plans(plans, self.model.layout.context, self.alignment, self.sharding, self.model.table)
-        kept = self.kept_layers(plans)
-        again = None if kept is None else [recomputed_array(step) for step in kept]
-        return simulate(shards, self.model, orders=self.orders(plans), recomputed=again), shards, kept
+        layers = self.kept_layers(plans)
+        repeats = None if layers is None else [recomputed_array(step) for step in layers]
+        return simulate(shards, self.model, orders=self.orders(plans), recomputed=repeats), shards, layers
 
     def orders(self, plans: Sequence[IterationPlan]) -> Orders:
         return orders_of(plans, in_step=self.in_step)
@@ -60,13 +60,13 @@ class PlanTimes:
         layers = [[self.model.layers_of(p, c) for c in range(layout.virtual)] for p in range(layout.pipeline)]
         stages = [memory.stage(stage, layers[stage]) for stage in range(layout.pipeline)]
         available = [memory.available(stage) for stage in range(layout.pipeline)]
-        planned = []
+        steps = []
         for plan, groups in zip(plans, self.orders(plans), strict=True):
             columns = list(zip(*plan.micro_batches, strict=True))
             if self.quick:
-                most = max(range(len(columns)), key=lambda rank: sum(m.tokens for m in columns[rank]))
-                columns, groups = columns[most : most + 1], groups[most : most + 1]
+                fullest = max(range(len(columns)), key=lambda rank: sum(m.tokens for m in columns[rank]))
+                columns, groups = columns[fullest : fullest + 1], groups[fullest : fullest + 1]
             loads = [loads_of(column, self.alignment, layout.context) for column in columns]
-            kept = plan_step_layers(loads, groups, stages, available, in_step=self.in_step)
-            planned.append(kept * (layout.data // len(kept)))
-        return planned
+            ranks = plan_step_layers(loads, groups, stages, available, in_step=self.in_step)
+            steps.append(ranks * (layout.data // len(ranks)))
+        return steps

@@ -70,7 +70,7 @@ class SettingRuns:
     inputs: Inputs
     setting: Setting
     plans: dict[str, list[IterationPlan]] = field(default_factory=dict)
-    done: dict[tuple[str, str], Simulated] = field(default_factory=dict)
+    simulations: dict[tuple[str, str], Simulated] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.model = LayerModel(
@@ -100,17 +100,17 @@ class SettingRuns:
         return shard_run(self.planned(packing), sharding, self.model)
 
     def simulated(self, packing: str, sharding: str) -> Simulated:
-        if (packing, sharding) not in self.done:
-            self.done[packing, sharding] = simulate(
+        if (packing, sharding) not in self.simulations:
+            self.simulations[packing, sharding] = simulate(
                 self.shards(packing, sharding), self.model, orders=orders_of(self.planned(packing))
             )
-        return self.done[packing, sharding]
+        return self.simulations[packing, sharding]
 
     def scheme(self, name: str) -> tuple[str, str, Simulated]:
         """The packing, the sharding that is faster over the run, and the result."""
         packing, shardings = SCHEMES[name]
-        best = min(shardings, key=lambda kind: self.simulated(packing, kind).ns_per_token)
-        return packing, best, self.simulated(packing, best)
+        sharding = min(shardings, key=lambda kind: self.simulated(packing, kind).ns_per_token)
+        return packing, sharding, self.simulated(packing, sharding)
 
     def speedup(self, packing: str, sharding: str) -> float:
         """Plain 4D's time per token over this one's."""
@@ -172,14 +172,14 @@ def compare_schemes(inputs: Inputs, setting: Setting) -> dict[str, Any]:
 
 def held(plans: Sequence[IterationPlan], setting: Setting) -> dict[str, float]:
     """The largest micro-batch, and the most whose activations the first stage holds at once, in windows."""
-    layout, largest, most = setting.layout, 0, 0.0
+    layout, peak, peak_sum = setting.layout, 0, 0.0
     for plan, together in zip(plans, orders_of(plans), strict=True):
         for column, sizes in zip(zip(*plan.micro_batches, strict=True), together, strict=True):
             tokens = [micro_batch.tokens for micro_batch in column]
-            largest = max(largest, *tokens)
+            peak = max(peak, *tokens)
             orders = grouped_orders(layout.pipeline, sizes or (1,) * len(tokens), layout.virtual)
-            most = max(most, in_flight(orders[:1], tokens)[0] / layout.virtual)
-    return {"largest_windows": largest / setting.window, "held_windows": most / setting.window}
+            peak_sum = max(peak_sum, in_flight(orders[:1], tokens)[0] / layout.virtual)
+    return {"largest_windows": peak / setting.window, "held_windows": peak_sum / setting.window}
 
 
 def lockstep(simulated: Simulated, stages: int) -> float:
@@ -197,6 +197,6 @@ def means(rows: list[dict[str, Any]], key: str = "speedup") -> dict[str, dict[st
     for scheme in SCHEMES:
         by_scheme[scheme] = {"all": float(np.mean([row["schemes"][scheme][key] for row in rows]))}
         for window in sorted({row["window"] for row in rows}):
-            chosen = [row["schemes"][scheme][key] for row in rows if row["window"] == window]
-            by_scheme[scheme][f"{window // paper.K}K"] = float(np.mean(chosen))
+            figures = [row["schemes"][scheme][key] for row in rows if row["window"] == window]
+            by_scheme[scheme][f"{window // paper.K}K"] = float(np.mean(figures))
     return by_scheme

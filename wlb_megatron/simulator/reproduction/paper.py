@@ -20,8 +20,8 @@ SHAPES = {
 
 
 class Setting(NamedTuple):
-    """One training job of the paper. speedup: WLB-LLM over plain 4D, where the paper says it in numbers. windows: of a
-    data-parallel rank and step; None: as many as pipeline stages, as the paper's are."""
+    """One training job of the paper. speedup: WLB-LLM over plain 4D, where the paper says it in numbers. windows: their
+    number for a data-parallel rank and step; None: one for each pipeline stage, which is the paper's."""
 
     model: str
     window: int

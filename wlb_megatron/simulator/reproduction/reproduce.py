@@ -89,8 +89,8 @@ def reproduce(
         report[key] = []
         for setting in settings:
             tick(setting.name)
-            made = finished.row(f"{key}, {setting.name}", partial(compare_schemes, inputs, setting))
-            report[key].append(made)
+            row = finished.row(f"{key}, {setting.name}", partial(compare_schemes, inputs, setting))
+            report[key].append(row)
     report["means"] = means(report["configurations"])
     tick("breakdown")
     run = SettingRuns(inputs, paper.BREAKDOWN_OF)
@@ -192,8 +192,8 @@ def large_job(inputs: Inputs, scheme: str) -> dict[str, Any]:
     """Figures of the 8,192-GPU job; `heat`: [dp * pp][cp], each GPU's mean computing time of an iteration (ms,
     tensor ranks alike)."""
     setting = paper.LARGE_JOB
-    few = replace(inputs, iterations=min(inputs.iterations, LARGE_JOB_ITERATIONS))
-    _, _, simulated = SettingRuns(few, setting).scheme(scheme)
+    job_inputs = replace(inputs, iterations=min(inputs.iterations, LARGE_JOB_ITERATIONS))
+    _, _, simulated = SettingRuns(job_inputs, setting).scheme(scheme)
     flat = simulated.busy.reshape(len(simulated.busy), -1)
     return {
         "scheme": scheme,

@@ -83,14 +83,14 @@ def read_assumptions(args: argparse.Namespace) -> tuple[Assumptions, KernelTable
             if not args.network_gbps:
                 raise WlbError("--network-gbps 0 is no rate: give the Gbit/s of a GPU's network card")
             rates["network_rate"] = args.network_gbps * 1e9 / 8
-        assumed = Assumptions(**{name: rate for name, rate in rates.items() if rate is not None})
+        figures = Assumptions(**{name: rate for name, rate in rates.items() if rate is not None})
         if args.profile is not None:
             if args.kernel_table is not None:
                 raise WlbError("--profile brings its own kernel table: drop --kernel-table")
             profile = read_profile(args.profile)
-            return calibrated(assumed, profile), profile.costs.table, profile
-        named = args.kernel_table or "h100"
-        return assumed, builtin(named) if named in builtin_names() else KernelTable.from_json(named), None
+            return calibrated(figures, profile), profile.costs.table, profile
+        source = args.kernel_table or "h100"
+        return figures, builtin(source) if source in builtin_names() else KernelTable.from_json(source), None
 
 
 def add_reproduce(parser: argparse.ArgumentParser) -> None:
@@ -134,7 +134,7 @@ def run_reproduce(args: argparse.Namespace) -> None:
     _need("matplotlib")
     _refuse_idle(args)
     read_per_window(args.micro_batches_per_window)
-    assumptions, measured, profile = read_assumptions(args)
+    assumptions, table, profile = read_assumptions(args)
     inputs = Inputs(
         lengths=None if args.lengths is None else read_lengths(args.lengths),
         lengths_of=args.lengths_of,
@@ -143,17 +143,17 @@ def run_reproduce(args: argparse.Namespace) -> None:
         seed=args.seed,
         per_window=args.micro_batches_per_window,
         assumptions=assumptions,
-        measured=measured,
+        measured=table,
     )
     large = not args.no_large_job
     _refuse_few(inputs, large)
     out = Path(args.out)
     with whole_folder(out):
         pass  # it can be written
-    kept = out / UNFINISHED
-    finished = Finished(kept, inputs)
+    path = out / UNFINISHED
+    finished = Finished(path, inputs)
     if finished.before:
-        print(f"goes on with {finished.before} rows of {kept}; delete it to begin anew", file=sys.stderr)
+        print(f"goes on with {finished.before} rows of {path}; delete it to begin anew", file=sys.stderr)
     with progress(parts(large), lines=True) as tick, explain_bad_values():
         report = reproduce(inputs, tick, finished, large=large)
     with whole_folder(out) as folder:
@@ -164,7 +164,7 @@ def run_reproduce(args: argparse.Namespace) -> None:
             "numpy": np.__version__,
         }
         _write(report, folder)
-    kept.unlink(missing_ok=True)
+    path.unlink(missing_ok=True)
     _show(report)
     print(f"written to {args.out}: reproduction.json, .csv, .md and pictures")
 

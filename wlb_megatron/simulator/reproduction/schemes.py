@@ -149,19 +149,19 @@ def perfectly_balanced(
         np.array([piece.prefix for one in grid for piece in one.pieces], dtype=np.int64) for grid in grids
     ]
     diagonal = model.table.diagonal_ns
-    whole = np.array(
+    attention = np.array(
         [
             float((diagonal(before + one) - np.where(before > 0, diagonal(before), 0.0)).sum())
             for before, one in zip(prefixes, lengths, strict=True)
         ]
     )
-    whole = whole / [len(grid) for grid in grids] / layout.context + model.table.call
+    attention = attention / [len(grid) for grid in grids] / layout.context + model.table.call
 
-    def several(chosen: list[int]) -> Simulated:
-        shape = len(chosen), len(plans[chosen[0]].micro_batches), layout.data
-        each = np.broadcast_to(whole[chosen, None, None, None], (*shape, layout.context))
-        held = np.broadcast_to(tokens[chosen, None, None], shape)
-        again = None if recomputed is None else np.stack([recomputed[at] for at in chosen])
-        return run_steps(held, model.attention_ways(each), model, blocking=True, recomputed=again)
+    def several(places: list[int]) -> Simulated:
+        shape = len(places), len(plans[places[0]].micro_batches), layout.data
+        each = np.broadcast_to(attention[places, None, None, None], (*shape, layout.context))
+        rank_tokens = np.broadcast_to(tokens[places, None, None], shape)
+        repeats = None if recomputed is None else np.stack([recomputed[place] for place in places])
+        return run_steps(rank_tokens, model.attention_ways(each), model, blocking=True, recomputed=repeats)
 
     return by_count([len(plan.micro_batches) for plan in plans], several)

@@ -24,14 +24,14 @@ FLASH_ATTENTION_2 = 0.35 * 989e12
 
 def vary(
     inputs: Inputs,
-    assumed: list[dict[str, Any]],
+    base_rows: list[dict[str, Any]],
     tick: Callable[[], None],
     row: Callable[[str, Callable[[], Any]], Any],
 ) -> list[dict[str, Any]]:
-    """Mean speed-ups over the eight configurations under other assumptions; assumed: the rows under these. row: keeps
+    """Mean speed-ups over the eight configurations under other assumptions. base_rows: the rows under these. row: keeps
     what a function makes, by name."""
-    many = replace(inputs, iterations=max(inputs.iterations, UNEVEN_ITERATIONS))
-    factor = row("slowness of the paper", partial(slowness_of_the_paper, many))
+    more_inputs = replace(inputs, iterations=max(inputs.iterations, UNEVEN_ITERATIONS))
+    factor = row("slowness of the paper", partial(slowness_of_the_paper, more_inputs))
     older = _rate(inputs.measured) / FLASH_ATTENTION_2
     cases = [
         ("30 % of TP communication exposed", _with_exposed(inputs, 0.3)),
@@ -45,7 +45,7 @@ def vary(
         ),
         ("lengths not stretched to the window", replace(inputs, stretch=False)),
     ]
-    rows = [summarize("as assumed", assumed)]
+    rows = [summarize("as assumed", base_rows)]
     for name, case in cases:
         table = []
         for setting in paper.CONFIGURATIONS:
