@@ -33,12 +33,12 @@ def as_given(job: Job, config: WlbConfig) -> Candidate:
     return Candidate(replace(job, gib=job.gib or DEFAULT_GIB), config)
 
 
-def schedules(given: Candidate) -> list[Candidate]:
+def schedules(start: Candidate) -> list[Candidate]:
     """Other numbers of virtual stages, recomputation, chunks: all of them together."""
-    found = []
-    for job in (again for chunked in virtual_stages(given.job) for again in recomputations(chunked)):
-        found += [Candidate(job, config) for config in chunk_choices(given.config)]
-    return [candidate for candidate in found if candidate != given]
+    candidates = []
+    for job in (variant for chunked in virtual_stages(start.job) for variant in recomputations(chunked)):
+        candidates += [Candidate(job, config) for config in chunk_choices(start.config)]
+    return [candidate for candidate in candidates if candidate != start]
 
 
 def micro_batch_counts(candidate: Candidate) -> list[Candidate]:
@@ -81,10 +81,10 @@ def with_layout(job: Job, layout: Layout, micro_batches: int) -> Job:
     return replace(job, model=replace(job.model, layout=layout), micro_batches=micro_batches, trainer=trainer)
 
 
-def layouts(given: Candidate) -> Iterator[Candidate]:
+def layouts(start: Candidate) -> Iterator[Candidate]:
     """All ways to spread tensor, context and pipeline parallelism over the same GPUs that Megatron takes and whose
     weights fit. Tensor-parallel ranks stay within a node. A profile is of one tensor-parallel size."""
-    job = given.job
+    job = start.job
     layout = job.model.layout
     gpus, batch = layout.gpus, job.micro_batches * layout.data
     for tp in _divisors(min(gpus, job.model.assumptions.node)):
@@ -101,7 +101,7 @@ def layouts(given: Candidate) -> Iterator[Candidate]:
                 except (ValueError, WlbError):
                     continue
                 if _takes(moved) and moved.weights_problem() is None:
-                    yield replace(given, job=moved)
+                    yield replace(start, job=moved)
 
 
 def _takes(job: Job) -> bool:
@@ -124,19 +124,19 @@ def _divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
-def changes(given: Candidate, other: Candidate) -> str:
+def changes(start: Candidate, end: Candidate) -> str:
     """The flags by which another job differs from the given one, "" for none."""
     flags = []
-    before, after = _megatron_flags(given.job), _megatron_flags(other.job)
+    before, after = _megatron_flags(start.job), _megatron_flags(end.job)
     flags += [f"{flag} {value}" for flag, value in after.items() if before.get(flag, "1") != value]
-    if before.keys() - after.keys() and other.job.model.recompute == "none":
+    if before.keys() - after.keys() and end.job.model.recompute == "none":
         flags.append("(without --recompute-*)")
-    old, new = flags_of(given.config).split(" --"), flags_of(other.config).split(" --")
-    flags += [f"--{flag.removeprefix('--')}" for flag in new if flag and flag not in old]
+    flags_before, flags_after = flags_of(start.config).split(" --"), flags_of(end.config).split(" --")
+    flags += [f"--{flag.removeprefix('--')}" for flag in flags_after if flag and flag not in flags_before]
     plain = WlbConfig()
     for name in ("chunks", "micro_batches_per_window", "recompute"):
-        value = getattr(other.config, name)
-        if value == getattr(plain, name) != getattr(given.config, name):
+        value = getattr(end.config, name)
+        if value == getattr(plain, name) != getattr(start.config, name):
             flags.append(f"--wlb-{name.replace('_', '-')} {value}")
     return " ".join(flags)
 

@@ -43,9 +43,8 @@ KEPT = 0.9
 
 @dataclass(frozen=True)
 class Gain:
-    """The gain of a part, or of other settings, over arrival order. slowest: slowest step over arrival order's
-    slowest step. fullest: tokens of the fullest step over the mean's. alone: of a part by itself; None: no part.
-    """
+    """The gain of a part, or of other settings, over arrival order. slowest: slowest step over arrival order's.
+    fullest: tokens of the fullest step over the mean's. alone: gain of a part by itself; None: no part."""
 
     name: str
     config: WlbConfig
@@ -159,8 +158,8 @@ class Analysis:
             worth = [gain for gain in self._alike if gain.by_token >= 1 + NOISE]
             return max(worth, key=lambda gain: gain.by_token, default=plain)
         enough = self.speedup * (1 + NOISE)
-        better = [gain for gain in self._alike if gain.by_token > enough and gain.slowest <= slowest]
-        return max(better, key=lambda gain: gain.by_token, default=as_set)
+        gains = [gain for gain in self._alike if gain.by_token > enough and gain.slowest <= slowest]
+        return max(gains, key=lambda gain: gain.by_token, default=as_set)
 
     @property
     def found(self) -> Found | None:
@@ -175,14 +174,14 @@ class Analysis:
     def steadier_found(self) -> Found | None:
         """Of what the search found, and the job as given, the fastest with steady steps beside the job's that is nearly
         as fast as `found`, if that has none."""
-        if self.found is None or self.searched is None or (given := self.searched.given) is None:
+        if self.found is None or self.searched is None or (start := self.searched.given) is None:
             return None
-        steady = STEADY * given.slowest
+        steady = STEADY * start.slowest
         if self.found.slowest <= steady:
             return None
-        least = KEPT * self.found.tokens_per_second
-        others = (*self.searched.best, given)
-        return next((one for one in others if one.slowest <= steady and one.tokens_per_second >= least), None)
+        floor = KEPT * self.found.tokens_per_second
+        pool = (*self.searched.best, start)
+        return next((one for one in pool if one.slowest <= steady and one.tokens_per_second >= floor), None)
 
     @property
     def steadier(self) -> Gain | None:
@@ -191,11 +190,11 @@ class Analysis:
 
         Of several the steadiest, of these the most gain at equal work, because some cut documents.
         """
-        now, least = self.best.uneven, max(1 + NOISE, KEPT * self.best.by_token)
+        now, floor = self.best.uneven, max(1 + NOISE, KEPT * self.best.by_token)
         steadier = [
             gain
             for gain in self._alike
-            if gain.by_token >= least
+            if gain.by_token >= floor
             and sum(gain.uneven) <= STEADIER * sum(now)
             and all(map(float.__le__, gain.uneven, now))
         ]
@@ -278,13 +277,13 @@ class _Runs:
 
 
 def _gains(config: WlbConfig, job: Job, runs: _Runs, before: Run) -> tuple[Gain, ...]:
-    def gain(name: str, alone: WlbConfig | None, together: WlbConfig) -> Gain:
+    def gain(name: str, part: WlbConfig | None, together: WlbConfig) -> Gain:
         run = runs.of(together)
         by_token = before.timed.ns_per_token / run.timed.ns_per_token
         return Gain(
             name,
             together,
-            None if alone is None else before.timed.ns_per_token / runs.of(alone).timed.ns_per_token,
+            None if part is None else before.timed.ns_per_token / runs.of(part).timed.ns_per_token,
             by_token,
             by_token * _work_per_token(run) / _work_per_token(before),
             float(run.timed.steps.max() / before.timed.steps.max()),
@@ -293,7 +292,7 @@ def _gains(config: WlbConfig, job: Job, runs: _Runs, before: Run) -> tuple[Gain,
 
     in_order = [(part.name, part.alone, part.together) for part in parts(config, job)]
     gains = []
-    for setting in (*in_order, *((name, None, other) for name, other in others(config, job))):
+    for setting in (*in_order, *((name, None, option) for name, option in others(config, job))):
         # Whole documents may not fit a memory that chunks fit; what is asked for has been planned before this.
         with suppress(WlbError):
             gains.append(gain(*setting))
@@ -311,9 +310,9 @@ def _trade(config: WlbConfig, job: Job, runs: _Runs, before: Run, after: Run) ->
     ):
         return None
     overlong = config.overlong.replace("chunk", "split")
-    other = replace(config, chunks="off" if chunked else "on", overlong=overlong)
+    opposite = replace(config, chunks="off" if chunked else "on", overlong=overlong)
     try:
-        run = runs.of(other)
+        run = runs.of(opposite)
     except WlbError:
         return None
 
@@ -322,14 +321,14 @@ def _trade(config: WlbConfig, job: Job, runs: _Runs, before: Run, after: Run) ->
         speed = before.timed.ns_per_token / run.timed.ns_per_token
         return speed, float(steps.max()) / 1e6, float(tokens.max() / tokens.mean())
 
-    taken, left = figures(after), figures(run)
-    return Trade(taken, left, f"--wlb-chunks {other.chunks}") if left[0] > taken[0] * (1 + NOISE) else None
+    choice, rival, flag = figures(after), figures(run), f"--wlb-chunks {opposite.chunks}"
+    return Trade(choice, rival, flag) if rival[0] > choice[0] * (1 + NOISE) else None
 
 
 def _balanced(job: Job, run: Run) -> float:
     """Nanoseconds per token of the run's documents, spread evenly."""
-    again = None if run.kept is None else [recomputed_array(step) for step in run.kept]
-    return perfectly_balanced(run.plans[job.warm_up :], job.model, again).ns_per_token
+    repeats = None if run.kept is None else [recomputed_array(step) for step in run.kept]
+    return perfectly_balanced(run.plans[job.warm_up :], job.model, repeats).ns_per_token
 
 
 def _work_per_token(run: Run) -> float:

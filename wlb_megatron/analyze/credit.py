@@ -35,28 +35,28 @@ def parts(config: WlbConfig, job: Job) -> list[Part]:
             base = replace(
                 base, micro_batches_per_window=config.micro_batches_per_window, chunks=config.chunks
             )
-        whole = replace(base, max_delay=0, thresholds="none")
-        many = config.micro_batches_per_window
-        settings.append(("packing of whole documents", whole))
+        undelayed = replace(base, max_delay=0, thresholds="none")
+        number = config.micro_batches_per_window
+        settings.append(("packing of whole documents", undelayed))
         if _waits(config):
             settings.append(("delay of long documents", base))
-        if layout.pipeline > 1 and many != "1" and config.release == "balance":
-            settings.append(("number of micro-batches", replace(whole, micro_batches_per_window=many)))
+        if layout.pipeline > 1 and number != "1" and config.release == "balance":
+            settings.append(("number of micro-batches", replace(undelayed, micro_batches_per_window=number)))
             if config.chunks != "off" and not job.no_chunks(config):
-                chunks = replace(base, micro_batches_per_window=many, chunks="on", overlong=config.overlong)
+                chunks = replace(base, micro_batches_per_window=number, chunks="on", overlong=config.overlong)
                 # With chunks nothing waits, and flags that say how long are refused.
                 chunks = replace(chunks, max_delay=None, thresholds="auto")
                 settings.append(("long documents in chunks", chunks))
     else:
         settings.append(("packing in fixed windows", replace(config, sharding="per-sequence")))
     parts_kept: list[Part] = []
-    for name, alone in settings:
-        both = alone
+    for name, single in settings:
+        both = single
         if name == "number of micro-batches" and "delay of long documents" in [
             part.name for part in parts_kept
         ]:
-            both = replace(alone, max_delay=config.max_delay, thresholds=config.thresholds)
-        parts_kept.append(Part(name, alone, replace(both, sharding=sharding)))
+            both = replace(single, max_delay=config.max_delay, thresholds=config.thresholds)
+        parts_kept.append(Part(name, single, replace(both, sharding=sharding)))
     return parts_kept
 
 
@@ -71,8 +71,8 @@ def others(config: WlbConfig, job: Job) -> list[tuple[str, WlbConfig]]:
         return []
     sharding = "adaptive" if config.sharding == "per-sequence" else config.sharding
     windows = replace(arrival_order(config), packing="fixed-greedy", sharding=sharding)
-    tried = [("fixed windows, balanced", windows)]
-    whole = config.chunks == "off" or job.model.layout.pipeline == 1
-    if whole and config.batch_spread == "auto" and _waits(config):
-        tried.append((f"steps of at most {EVEN} batches", replace(config, batch_spread=EVEN)))
-    return tried
+    settings = [("fixed windows, balanced", windows)]
+    unchunked = config.chunks == "off" or job.model.layout.pipeline == 1
+    if unchunked and config.batch_spread == "auto" and _waits(config):
+        settings.append((f"steps of at most {EVEN} batches", replace(config, batch_spread=EVEN)))
+    return settings

@@ -33,8 +33,8 @@ def fits(memory: GpuMemory, *, in_chunks: bool) -> Fits:
         plain = WlbConfig()
         window = _most(1024, lambda w: replace(memory, window=w).needed(plain, w)[0] <= room)
         return Fits(memory.in_chunks(), window, gib, True)
-    most = _most(memory.alignment, lambda tokens: memory_needed(memory.shape, memory.layout, tokens) <= room)
-    return Fits(most, most * LEAST[1] // LEAST[0] // 1024 * 1024, gib, False)
+    limit = _most(memory.alignment, lambda tokens: memory_needed(memory.shape, memory.layout, tokens) <= room)
+    return Fits(limit, limit * LEAST[1] // LEAST[0] // 1024 * 1024, gib, False)
 
 
 def _most(step: int, fit: Callable[[int], bool]) -> int:

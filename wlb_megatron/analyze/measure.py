@@ -84,8 +84,8 @@ class Measured:
         A step's gradient is a mean over its tokens, so a token of a fuller step weighs less. Example: steps of 100 and
         300 tokens, 0 and 200 of them long, give (0 + 2/3) / 2 over 200/400: 0.67.
         """
-        long, totals = np.array(self.long_tokens), np.array(self.totals)
-        return float((long / totals).mean() / (long.sum() / totals.sum())) if long.any() else 1.0
+        counts, totals = np.array(self.long_tokens), np.array(self.totals)
+        return float((counts / totals).mean() / (counts.sum() / totals.sum())) if counts.any() else 1.0
 
     @property
     def batch_spread(self) -> tuple[float, float]:
@@ -130,9 +130,9 @@ def waiting(simulated: Simulated, layout: Layout) -> dict[str, float]:
     counts = np.array([len(times) for times in simulated.micro_batches])
     fill = paced * (layout.pipeline - 1) / layout.virtual / counts
     cp, dp = paced - ideal, simulated.paced.mean(axis=2).max(axis=1) - paced
-    between = simulated.pipeline - paced - fill - dp
+    differences = simulated.pipeline - paced - fill - dp
     after = simulated.steps - simulated.pipeline
-    shares = {"fill": fill, "micro_batches": between, "cp_ranks": cp, "dp_ranks": dp, "after": after}
+    shares = {"fill": fill, "micro_batches": differences, "cp_ranks": cp, "dp_ranks": dp, "after": after}
     return {name: float((ns / ideal).mean()) for name, ns in shares.items()}
 
 
@@ -143,49 +143,48 @@ def measure(
     cost: CostModel,
     layout: Layout,
     window: int,
-    longest: int | None = None,
+    split_at: int | None = None,
     orders: Orders = (),
 ) -> Measured:
-    """Gather the figures of the last iterations of a run; plans: all of it. shards, simulated: of the last ones;
-    shards None: dynamic groups.
-    longest: tokens at which documents were split (default: the window). orders: of the last ones, see Measured."""
-    unit = longest or window
-    measured = Measured(simulated, layout, window, orders=orders)
+    """Gather the figures of a run's last iterations. shards (None: dynamic groups), simulated and orders (see Measured)
+    are theirs; plans are those of all. split_at: tokens at which documents were split (default: the window)."""
+    unit = split_at or window
+    record = Measured(simulated, layout, window, orders=orders)
     entered: dict[tuple[int, int, int], int] = {}
     first = len(plans) - len(simulated.steps)
-    for at, plan in enumerate(plans):
+    for place, plan in enumerate(plans):
         for piece in plan.arrived:
             entered[piece.epoch, piece.document, piece.start // unit] = plan.iteration
         for piece in (piece for row in plan.micro_batches for m in row for piece in m.pieces):
-            # A cut leaves the parts inside the piece that arrived, which began at a multiple of `longest`.
+            # A cut leaves the parts inside the piece that arrived, which began at a multiple of `split_at`.
             arrival = entered[piece.epoch, piece.document, piece.start // unit]
-            if at >= first:
-                measured.delays[plan.iteration - arrival] += piece.tokens
-        waiting = {(p.epoch, p.document, p.start // unit): None for p in plan.waiting}
-        entered = {key: entered[key] for key in waiting}
-        if at >= first:
-            _add(measured, plan, None if shards is None else shards[at - first], cost)
-    measured.padding = int(simulated.tokens.sum()) - measured.tokens
-    return measured
+            if place >= first:
+                record.delays[plan.iteration - arrival] += piece.tokens
+        queue = {(p.epoch, p.document, p.start // unit): None for p in plan.waiting}
+        entered = {key: entered[key] for key in queue}
+        if place >= first:
+            _add(record, plan, None if shards is None else shards[place - first], cost)
+    record.padding = int(simulated.tokens.sum()) - record.tokens
+    return record
 
 
 def _add(
-    measured: Measured, plan: IterationPlan, rows: Sequence[Sequence[ShardPlan]] | None, cost: CostModel
+    record: Measured, plan: IterationPlan, rows: Sequence[Sequence[ShardPlan]] | None, cost: CostModel
 ) -> None:
     grid = [micro_batch for row in plan.micro_batches for micro_batch in row]
     work = np.array([[m.work for m in row] for row in plan.micro_batches], dtype=np.float64)
-    measured.work.append(work / UNITS_PER_TOKEN)
+    record.work.append(work / UNITS_PER_TOKEN)
     if rows is not None:
         shares = np.array([rank_work(shard, cost) for row in rows for shard in row])
-        measured.cp_imbalance += (shares.max(axis=1) / shares.mean(axis=1)).tolist()
-    measured.lengths += [micro_batch.tokens for micro_batch in grid]
-    measured.totals.append(sum(micro_batch.tokens for micro_batch in grid))
-    whole: Counter[tuple[int, int, int]] = Counter()  # pieces of a document that train as one: its chunks
+        record.cp_imbalance += (shares.max(axis=1) / shares.mean(axis=1)).tolist()
+    record.lengths += [micro_batch.tokens for micro_batch in grid]
+    record.totals.append(sum(micro_batch.tokens for micro_batch in grid))
+    counts: Counter[tuple[int, int, int]] = Counter()  # pieces of a document that train as one: its chunks
     for piece in (piece for micro_batch in grid for piece in micro_batch.pieces):
-        whole[piece.epoch, piece.document, piece.start - piece.prefix] += piece.tokens
-    measured.long_tokens.append(sum(n for n in whole.values() if 2 * n > measured.window))
-    measured.documents += [len(micro_batch.pieces) for micro_batch in grid]
-    measured.chunked.append(
+        counts[piece.epoch, piece.document, piece.start - piece.prefix] += piece.tokens
+    record.long_tokens.append(sum(n for n in counts.values() if 2 * n > record.window))
+    record.documents += [len(micro_batch.pieces) for micro_batch in grid]
+    record.chunked.append(
         [documents_in_chunks([m.pieces for m in column]) for column in zip(*plan.micro_batches, strict=True)]
     )
 

@@ -20,7 +20,7 @@ from wlb_megatron.workload.memory import GIB
 def as_json(analysis: Analysis) -> dict[str, Any]:
     lengths, layout, job = analysis.lengths, analysis.job.model.layout, analysis.job
     runs = analysis.weights_problem is None
-    best, steadier = (analysis.best, analysis.steadier) if runs else (None, None)
+    choice, steadier = (analysis.best, analysis.steadier) if runs else (None, None)
     return {
         "documents": len(lengths),
         "tokens": int(lengths.sum()),
@@ -37,8 +37,8 @@ def as_json(analysis: Analysis) -> dict[str, Any]:
         "memory_gib": analysis.fullest and analysis.fullest[0] / GIB,
         "said": list(analysis.messages),
         "results": {
-            key: {"packing": name, **figures(measured, equal_weights=equal)}
-            for key, equal, (name, measured) in zip(
+            key: {"packing": name, **figures(record, equal_weights=equal)}
+            for key, equal, (name, record) in zip(
                 *(("before", "after"), (False, analysis.equal_weights), analysis.measured), strict=True
             )
         },
@@ -56,8 +56,8 @@ def as_json(analysis: Analysis) -> dict[str, Any]:
         "above_spread": analysis.runs[1].planner.above_spread,
         "fits": analysis.memory._asdict(),
         "weights_problem": analysis.weights_problem and renamed(analysis.weights_problem),
-        "recommended": best and _gain(best),
-        "flags": analysis.found.flags if analysis.found else best and flags_of(best.config),
+        "recommended": choice and _gain(choice),
+        "flags": analysis.found.flags if analysis.found else choice and flags_of(choice.config),
         "steadier": steadier and _gain(steadier),
         "steadier_flags": steadier and flags_of(steadier.config),
         "recomputation": {
@@ -69,20 +69,20 @@ def as_json(analysis: Analysis) -> dict[str, Any]:
 
 
 def _search(searched: Searched) -> dict[str, Any]:
-    def row(found: Found) -> dict[str, Any]:
+    def row(setting: Found) -> dict[str, Any]:
         return {
-            "flags": found.flags,
-            "tokens_per_second": found.tokens_per_second,
-            "slowest_ms": found.slowest,
-            "memory_gib": found.memory / GIB,
-            "why": found.why,
+            "flags": setting.flags,
+            "tokens_per_second": setting.tokens_per_second,
+            "slowest_ms": setting.slowest,
+            "memory_gib": setting.memory / GIB,
+            "why": setting.why,
         }
 
-    given = searched.given
+    start = searched.given
     return {
         "tried": searched.tried,
-        "given": None if given is None else row(given),
-        "best": [row(found) for found in searched.best],
+        "given": None if start is None else row(start),
+        "best": [row(setting) for setting in searched.best],
     }
 
 
@@ -107,28 +107,28 @@ def _gain(gain: Gain) -> dict[str, Any]:
     }
 
 
-def figures(measured: Measured, *, equal_weights: bool = False) -> dict[str, Any]:
+def figures(record: Measured, *, equal_weights: bool = False) -> dict[str, Any]:
     """All reported figures of one packing. equal_weights: a token weighs the same in every step."""
-    tokens = measured.tokens
+    tokens = record.tokens
     return {
-        "iterations": len(measured.work),
+        "iterations": len(record.work),
         "tokens": tokens,
-        "imbalance": asdict(measured.imbalance),
-        "cp_imbalance": asdict(spread(measured.cp_imbalance)),
-        "token_delay": asdict(measured.token_delay),
-        "long_documents_weight": 1.0 if equal_weights else measured.long_weight,
-        "step_ms": asdict(spread(measured.steps)),
-        "tokens_per_second": 1e9 / measured.simulated.ns_per_token,
-        "time_imbalance": measured.simulated.imbalance,
-        "step_over_ideal": measured.simulated.step_over_ideal,
-        "waiting": measured.waiting,
-        "micro_batches": asdict(spread([len(times) for times in measured.simulated.micro_batches])),
-        "iteration_tokens": asdict(spread(measured.totals)),
-        "batch_spread": dict(zip(("deviation", "max"), measured.batch_spread, strict=True)),
-        "micro_batch_tokens": asdict(spread(measured.lengths)),
-        "documents_in_chunks": asdict(measured.documents_in_chunks),
-        "micro_batch_documents": asdict(spread(measured.documents)),
-        "padding_share": measured.padding / (tokens + measured.padding),
+        "imbalance": asdict(record.imbalance),
+        "cp_imbalance": asdict(spread(record.cp_imbalance)),
+        "token_delay": asdict(record.token_delay),
+        "long_documents_weight": 1.0 if equal_weights else record.long_weight,
+        "step_ms": asdict(spread(record.steps)),
+        "tokens_per_second": 1e9 / record.simulated.ns_per_token,
+        "time_imbalance": record.simulated.imbalance,
+        "step_over_ideal": record.simulated.step_over_ideal,
+        "waiting": record.waiting,
+        "micro_batches": asdict(spread([len(times) for times in record.simulated.micro_batches])),
+        "iteration_tokens": asdict(spread(record.totals)),
+        "batch_spread": dict(zip(("deviation", "max"), record.batch_spread, strict=True)),
+        "micro_batch_tokens": asdict(spread(record.lengths)),
+        "documents_in_chunks": asdict(record.documents_in_chunks),
+        "micro_batch_documents": asdict(spread(record.documents)),
+        "padding_share": record.padding / (tokens + record.padding),
     }
 
 
@@ -217,21 +217,21 @@ def _print_recomputed(before: Recomputed | None, after: Recomputed | None) -> No
 
 
 def _print_search(searched: Searched) -> None:
-    given, best = searched.given, searched.best
+    start, finds = searched.given, searched.best
     print()
-    if not best:
+    if not finds:
         print(f"search: none of {searched.tried} settings is faster than the job as given")
         return
-    shown = [found for found in (given, *best) if found is not None]
+    entries = [setting for setting in (start, *finds) if setting is not None]
     rows = [
         [
-            "as given" if found is given else f"{number}",
-            f"{found.tokens_per_second:,.0f}",
-            "" if given is None else f"{found.tokens_per_second / given.tokens_per_second:.2f} x",
-            f"{found.memory / GIB:.1f}",
-            f"{found.slowest:,.0f}",
+            "as given" if setting is start else f"{number}",
+            f"{setting.tokens_per_second:,.0f}",
+            "" if start is None else f"{setting.tokens_per_second / start.tokens_per_second:.2f} x",
+            f"{setting.memory / GIB:.1f}",
+            f"{setting.slowest:,.0f}",
         ]
-        for number, found in enumerate(shown, 0 if given else 1)
+        for number, setting in enumerate(entries, 0 if start else 1)
     ]
     print_table(
         f"search: the best of {searched.tried} settings, first {searched.iterations} iterations of each",
@@ -241,25 +241,25 @@ def _print_search(searched: Searched) -> None:
     if searched.lmax is not None:
         what = f"with micro-batches up to {searched.lmax:,} tokens" if searched.lmax else "does not fit"
         print(f"as given {what}: unlike above, memory bounds all of these (--gpu-memory)")
-    for number, found in enumerate(best, 1):
-        print(f"{number}: {found.flags}")
-        if found.why:
-            print(f"   {found.why}")
+    for number, setting in enumerate(finds, 1):
+        print(f"{number}: {setting.flags}")
+        if setting.why:
+            print(f"   {setting.why}")
 
 
 def _job_lines(analysis: Analysis, report: dict[str, Any]) -> list[str]:
     model = analysis.job.model
     layout, shape = model.layout, model.shape
-    assumed = " (assumed: give --model)" if analysis.assumed else ""
+    note = " (assumed: give --model)" if analysis.assumed else ""
     size = analysis.job.micro_batch_size
-    joined = f", {size} in a micro-batch" if size > 1 else ""
+    windows = f", {size} in a micro-batch" if size > 1 else ""
     return [
         f"{report['documents']:,} documents, {report['tokens']:,} tokens; "
         f"{report['empty_documents']:,} empty (left out), "
         f"{report['overlong_documents']:,} above the window ({analysis.config.overlong})",
         f"{layout.gpus} GPUs: TP {layout.tensor}, CP {layout.context}, PP {layout.pipeline}, DP {layout.data}; "
-        f"{analysis.job.micro_batches} windows of {analysis.job.window:,} per data-parallel rank and step{joined}",
-        f"model of {shape.layers} layers of {shape.hidden}, {model.parameters / 1e9:,.1f}B parameters{assumed}; "
+        f"{analysis.job.micro_batches} windows of {analysis.job.window:,} per data-parallel rank and step{windows}",
+        f"model of {shape.layers} layers of {shape.hidden}, {model.parameters / 1e9:,.1f}B parameters{note}; "
         f"work = d + d*d/{report['quadratic_at']:,.0f}",
         f"times of {analysis.job.profile.describe()}; what it has not measured is assumed"
         if analysis.job.profile
@@ -295,14 +295,14 @@ def _memory_lines(analysis: Analysis) -> list[str]:
             f"memory: the fullest rank's experts get {experts.imbalance / 100:g} times the mean of tokens "
             "(--expert-imbalance)"
         )
-    whole, weights = (size / GIB for size in analysis.fullest)
-    kept = "; steps keep what fits" if analysis.runs[1].kept is not None else ""
-    parts = f"{weights:.1f} of weights and optimizer, {whole - weights:.1f} of activations"
-    return [*lines, f"fullest GPU: {whole:.1f} GiB at most ({parts}{kept})"]
+    total, weights = (size / GIB for size in analysis.fullest)
+    note = "; steps keep what fits" if analysis.runs[1].kept is not None else ""
+    parts = f"{weights:.1f} of weights and optimizer, {total - weights:.1f} of activations"
+    return [*lines, f"fullest GPU: {total:.1f} GiB at most ({parts}{note})"]
 
 
 def _verdict(analysis: Analysis) -> list[str]:
-    over = analysis.over_unmasked
+    ratio = analysis.over_unmasked
     lines = (
         []
         if analysis.weights_problem is None
@@ -312,29 +312,29 @@ def _verdict(analysis: Analysis) -> list[str]:
         f"predicted speed-up over arrival order with the same mask: {analysis.speedup:.3f} by token, "
         f"{analysis.equal_work_speedup:.3f} at equal work",
         f"of a perfectly balanced plan of the same documents: {analysis.bound:.3f} by token",
-        f"over Megatron without a document mask, which attends over whole windows: {over:.3f} by token",
+        f"over Megatron without a document mask, which attends over whole windows: {ratio:.3f} by token",
     ]
     lines += _trade_lines(analysis.trade)
-    best = analysis.best
-    if best.config is analysis.config or analysis.weights_problem is not None:
+    gain = analysis.best
+    if gain.config is analysis.config or analysis.weights_problem is not None:
         return lines
-    if best.name == "arrival order":
-        least = f"{NOISE:.0%}".replace("%", " %")
+    if gain.name == "arrival order":
+        noise = f"{NOISE:.0%}".replace("%", " %")
         return [
             *lines,
-            f"not worth it: nothing tried is predicted to gain {least} over arrival order by token",
+            f"not worth it: nothing tried is predicted to gain {noise} over arrival order by token",
         ]
-    above = "" if best.alone is None else ", with all parts above it in the last table"
-    return [*lines, f"better: {best.name}{above}: {_gains_of(best)}"]
+    condition = "" if gain.alone is None else ", with all parts above it in the last table"
+    return [*lines, f"better: {gain.name}{condition}: {_gains_of(gain)}"]
 
 
 def _trade_lines(trade: Trade | None) -> list[str]:
     """Why the choice of chunks is not the faster one by token."""
     if trade is None:
         return []
-    (speed, slowest, spread_), (other, other_slowest, other_spread) = trade.chosen, trade.other
+    (speed, slowest, spread_), (other_speed, other_slowest, other_spread) = trade.chosen, trade.other
     return [
-        f"{trade.flag} is faster by token: {other:.3f}, not {speed:.3f}. The trade: a slowest step of "
+        f"{trade.flag} is faster by token: {other_speed:.3f}, not {speed:.3f}. The trade: a slowest step of "
         f"{other_slowest / 1000:,.1f} s, not {slowest / 1000:,.1f},",
         f"and {other_spread:.2f} times the mean of tokens in the fullest step, not {spread_:.2f}",
     ]
@@ -346,34 +346,34 @@ def _gains_of(gain: Gain) -> str:
 
 def _steadier(analysis: Analysis) -> list[str]:
     """What to choose where steps must be alike."""
-    given = None if analysis.searched is None else analysis.searched.given
+    start = None if analysis.searched is None else analysis.searched.given
     first = analysis.found
-    if first is not None and given is not None and first.slowest > STEADY * given.slowest:
-        other = analysis.steadier_found
-        if other is None:
+    if first is not None and start is not None and first.slowest > STEADY * start.slowest:
+        setting = analysis.steadier_found
+        if setting is None:
             return ["steadier: none found by the search"]
-        return [f"steadier: {other.flags or 'the job as given'} ({_beside(other, analysis)})"]
-    best, steadier = analysis.best, analysis.steadier
+        return [f"steadier: {setting.flags or 'the job as given'} ({_beside(setting, analysis)})"]
+    gain, steadier = analysis.best, analysis.steadier
     if steadier is None:
-        if best.uneven == (STEADY, STEADY):
+        if gain.uneven == (STEADY, STEADY):
             return []
-        found = "none found" if analysis.gains else "not looked for, with --no-split"
+        result = "none found" if analysis.gains else "not looked for, with --no-split"
         return [
-            f"steadier: {found}; the slowest step is {best.slowest:.2f} x arrival order's, the fullest has "
-            f"{best.fullest:.2f} x the mean's tokens"
+            f"steadier: {result}; the slowest step is {gain.slowest:.2f} x arrival order's, the fullest has "
+            f"{gain.fullest:.2f} x the mean's tokens"
         ]
     return [
         f"steadier: {steadier.name}: {_gains_of(steadier)}, slowest step {steadier.slowest:.2f} x, not "
-        f"{best.slowest:.2f} x, fullest {steadier.fullest:.2f}, not {best.fullest:.2f}",
+        f"{gain.slowest:.2f} x, fullest {steadier.fullest:.2f}, not {gain.fullest:.2f}",
         f"flags, steadier: {flags_of(steadier.config) or 'none, the defaults do this'}",
     ]
 
 
-def _beside(found: Found, analysis: Analysis) -> str:
+def _beside(setting: Found, analysis: Analysis) -> str:
     """Speed, and slowest step, over those of the job as set."""
-    text = f"{found.tokens_per_second * analysis.after.simulated.ns_per_token / 1e9:.2f} x as set"
-    given = None if analysis.searched is None else analysis.searched.given
-    return text if given is None else f"{text}, slowest step {found.slowest / given.slowest:.2f} x"
+    text = f"{setting.tokens_per_second * analysis.after.simulated.ns_per_token / 1e9:.2f} x as set"
+    start = None if analysis.searched is None else analysis.searched.given
+    return text if start is None else f"{text}, slowest step {setting.slowest / start.slowest:.2f} x"
 
 
 def _ending(analysis: Analysis) -> list[str]:
@@ -384,25 +384,25 @@ def _ending(analysis: Analysis) -> list[str]:
     if analysis.fullest is not None:
         how = "documents in chunks" if memory.in_chunks else "whole documents"
         windows = f"windows up to {memory.window // job.micro_batch_size:,} ({how})"
-        most = f"micro-batches up to {memory.micro_batch:,} tokens"
+        capacity = f"micro-batches up to {memory.micro_batch:,} tokens"
         fits = memory.micro_batch >= analysis.capacity and analysis.fullest[0] <= job.gpu.room
         if memory.window >= job.joined_window:
-            most += f", {windows}"
+            capacity += f", {windows}"
         elif fits:  # of a lower Lmax than a job of this window has by itself
-            most += f" ({how})"
+            capacity += f" ({how})"
         if not fits and (memory.window < job.joined_window or not memory.micro_batch):
-            takes = f"{most}, {windows}" if memory.micro_batch else windows
+            takes = f"{capacity}, {windows}" if memory.micro_batch else windows
             ready = "flags, once it fits"
             lines.append(f"does not fit {memory.gib:g} GiB a GPU, which holds {takes}:")
             lines.append(
                 "raise --tp, --cp or --pp, use --recompute full, or give --gpu-memory to plan as training would there"
             )
         else:
-            lines.append(f"fits {memory.gib:g} GiB a GPU: {most}")
+            lines.append(f"fits {memory.gib:g} GiB a GPU: {capacity}")
             if memory.micro_batch < analysis.capacity:
                 lines.append("training would lower Lmax to that; --gpu-memory does so here")
-    if (found := analysis.found) is not None:
-        flags = f"{found.flags} ({_beside(found, analysis)}: the first of the search; your other flags stay)"
+    if (first := analysis.found) is not None:
+        flags = f"{first.flags} ({_beside(first, analysis)}: the first of the search; your other flags stay)"
     else:
         flags = flags_of(analysis.best.config) or "none, the defaults do this"
     if analysis.gains or analysis.searched is not None:  # else nothing was compared with the job as set
@@ -410,9 +410,9 @@ def _ending(analysis: Analysis) -> list[str]:
     return [*lines, *_steadier(analysis)]
 
 
-def _uneven(analysis: Analysis, least: float = 0.005) -> bool:
+def _uneven(analysis: Analysis, threshold: float = 0.005) -> bool:
     """Whether tokens of long documents weigh unlike others, if steps decide."""
-    return abs(analysis.after.long_weight - 1) >= least
+    return abs(analysis.after.long_weight - 1) >= threshold
 
 
 def _weights(analysis: Analysis) -> list[str]:
@@ -437,10 +437,10 @@ def _share(key: str) -> Any:
 
 
 def _gain_row(gain: Gain) -> list[str]:
-    alone = "" if gain.alone is None else f"{gain.alone:.3f}"
+    speedup = "" if gain.alone is None else f"{gain.alone:.3f}"
     return [
         gain.name,
-        alone,
+        speedup,
         f"{gain.by_token:.3f}",
         f"{gain.equal_work:.3f}",
         f"{gain.slowest:.2f} x",

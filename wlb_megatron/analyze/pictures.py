@@ -31,21 +31,21 @@ def need_matplotlib() -> None:
 
 def draw_all(folder: Path, analysis: Analysis) -> list[Path]:
     """Draw step.png, timeline.png, lengths.png, work.png and delay.png; each appears whole or not at all."""
-    measured = analysis.measured
+    records = analysis.measured
     pictures = {
         "lengths": lambda axes: _draw_lengths(axes, analysis.lengths, analysis.job.window, analysis.capacity),
-        "work": lambda axes: _draw_work(axes, measured),
-        "delay": lambda axes: _draw_delay(axes, measured),
+        "work": lambda axes: _draw_work(axes, records),
+        "delay": lambda axes: _draw_delay(axes, records),
     }
-    steps = measured[0][1].steps
-    shown = int(np.abs(steps - steps.mean()).argmin())  # of arrival order; the other's has arrived with it
+    steps = records[0][1].steps
+    number = int(np.abs(steps - steps.mean()).argmin())  # of arrival order; the other's has arrived with it
     runs = [
-        (name, run.plans[len(run.plans) - len(steps) + shown])
-        for (name, _), run in zip(measured, analysis.runs, strict=True)
+        (name, run.plans[len(run.plans) - len(steps) + number])
+        for (name, _), run in zip(records, analysis.runs, strict=True)
     ]
-    drawn = [_save(folder / f"{name}.png", draw) for name, draw in pictures.items()]
+    paths = [_save(folder / f"{name}.png", draw) for name, draw in pictures.items()]
     step = _save(folder / "step.png", lambda axes: draw_step(axes, runs), height=6.0)
-    return [step, _draw_timeline(folder / "timeline.png", analysis, shown), *drawn]
+    return [step, _draw_timeline(folder / "timeline.png", analysis, number), *paths]
 
 
 def _save(path: Path, draw: Callable[[Any], None], height: float = 4.2) -> Path:
@@ -78,10 +78,10 @@ def _draw_lengths(axes: Any, lengths: Lengths, window: int, capacity: int) -> No
             fill=color == "tab:gray",
             alpha=0.8,
         )
-    for at, label in ((window, "window"), (capacity, "Lmax")):
-        axes.axvline(at, color="crimson", linestyle="--" if label == "Lmax" else "-", linewidth=1)
+    for place, label in ((window, "window"), (capacity, "Lmax")):
+        axes.axvline(place, color="crimson", linestyle="--" if label == "Lmax" else "-", linewidth=1)
         axes.text(
-            at,
+            place,
             axes.get_ylim()[1],
             f"{label} ",
             rotation=90,
@@ -99,10 +99,10 @@ def _draw_lengths(axes: Any, lengths: Lengths, window: int, capacity: int) -> No
     axes.legend(frameon=False)
 
 
-def _draw_work(axes: Any, measured: Sequence[tuple[str, Measured]]) -> None:
-    relative = [np.concatenate([(grid / grid.mean()).ravel() for grid in m.work]) for _, m in measured]
+def _draw_work(axes: Any, records: Sequence[tuple[str, Measured]]) -> None:
+    relative = [np.concatenate([(grid / grid.mean()).ravel() for grid in m.work]) for _, m in records]
     edges = np.linspace(0, max(map(np.max, relative)) * 1.02, 80)
-    for (name, figures), values, color in zip(measured, relative, _COLORS, strict=True):
+    for (name, figures), values, color in zip(records, relative, _COLORS, strict=True):
         axes.hist(
             values,
             edges,
@@ -117,16 +117,16 @@ def _draw_work(axes: Any, measured: Sequence[tuple[str, Measured]]) -> None:
     axes.legend(frameon=False)
 
 
-def _draw_delay(axes: Any, measured: Sequence[tuple[str, Measured]]) -> None:
-    last = max(max(m.delays, default=0) for _, m in measured)
-    for at, (name, figures) in enumerate(measured):
+def _draw_delay(axes: Any, records: Sequence[tuple[str, Measured]]) -> None:
+    last = max(max(m.delays, default=0) for _, m in records)
+    for number, (name, figures) in enumerate(records):
         total = max(figures.delays.total(), 1)
         shares = [100 * figures.delays[delay] / total for delay in range(last + 1)]
         axes.bar(
-            np.arange(last + 1) + 0.4 * (at - 0.5),
+            np.arange(last + 1) + 0.4 * (number - 0.5),
             shares,
             0.4,
-            color=_COLORS[at],
+            color=_COLORS[number],
             label=f"{name}: mean {figures.token_delay.mean:.2f} iterations",
         )
     axes.set_yscale("symlog", linthresh=0.1)
@@ -141,15 +141,15 @@ def draw_step(axes: Any, runs: Sequence[tuple[str, IterationPlan]]) -> None:
 
     runs: (name, plan). Ranks of data parallelism lie side by side; a bar's parts are documents, shaded by their length.
     """
-    longest = max(
+    length = max(
         piece.prefix + piece.tokens
         for _, plan in runs
         for _, micro_batch in _columns(plan)
         for piece in micro_batch.pieces
     )
-    at, ticks = 0.0, []
+    x, ticks = 0.0, []
     for name, plan in runs:
-        begin = at
+        begin = x
         columns = _columns(plan)[:MOST_BARS]
         works = [micro_batch.work for _, micro_batch in columns]
         for _, micro_batch in columns:
@@ -157,18 +157,18 @@ def draw_step(axes: Any, runs: Sequence[tuple[str, IterationPlan]]) -> None:
             bottom = 0.0
             for weight, piece in sorted(zip(weights, micro_batch.pieces, strict=True), reverse=True):
                 share = micro_batch.work / max(works) * weight / sum(weights)
-                shade = 0.15 + 0.85 * ((piece.prefix + piece.tokens) / longest) ** 0.5
+                shade = 0.15 + 0.85 * ((piece.prefix + piece.tokens) / length) ** 0.5
                 axes.bar(
-                    at, share, 0.85, bottom, color=(0.12, 0.35, 0.65, shade), edgecolor="white", linewidth=0.4
+                    x, share, 0.85, bottom, color=(0.12, 0.35, 0.65, shade), edgecolor="white", linewidth=0.4
                 )
                 bottom += share
-            at += 1
+            x += 1
         mean = sum(works) / len(works) / max(works)
-        axes.plot([begin - 0.5, at - 0.5], [mean, mean], color="crimson", linewidth=1)
+        axes.plot([begin - 0.5, x - 0.5], [mean, mean], color="crimson", linewidth=1)
         ticks.append(
-            ((begin + at - 1) / 2, f"{name}\niteration {plan.iteration}: max/mean work {1 / mean:.2f}")
+            ((begin + x - 1) / 2, f"{name}\niteration {plan.iteration}: max/mean work {1 / mean:.2f}")
         )
-        at += 1.5
+        x += 1.5
     axes.set_xticks([place for place, _ in ticks], [text for _, text in ticks])
     axes.tick_params(axis="x", length=0)
     axes.set_ylabel("work of a micro-batch over its step's largest")
@@ -195,21 +195,21 @@ def _columns(plan: IterationPlan) -> list[tuple[int, MicroBatch]]:
 def _draw_timeline(path: Path, analysis: Analysis, iteration: int) -> Path:
     """Of each, the same iteration on its slowest data-parallel rank, by simulated times."""
     model, stages = analysis.job.model, range(analysis.job.model.layout.pipeline)
-    most = max(1, _MOST_EVENTS // (2 * len(stages)))
+    limit = max(1, _MOST_EVENTS // (2 * len(stages)))
     plans = []
     for (name, figures), run in zip(analysis.measured, analysis.runs, strict=True):
         times = figures.simulated.micro_batches[iteration]
         slowest = int((times.sum(axis=0) + (len(stages) - 1) * times.max(axis=0)).argmax())
-        title = name + (f", first {most} micro-batches" if len(times) > most else "")
+        title = name + (f", first {limit} micro-batches" if len(times) > limit else "")
         # A step that is drawn in part is drawn without its groups, which may reach beyond that part.
-        whole = len(times) <= most and bool(figures.orders)
-        groups = figures.orders[iteration][slowest] if whole else None
-        chunked = figures.chunked[iteration][slowest][:most] if figures.orders else ()
+        fits = len(times) <= limit and bool(figures.orders)
+        groups = figures.orders[iteration][slowest] if fits else None
+        chunked = figures.chunked[iteration][slowest][:limit] if figures.orders else ()
         numbers = recomputed_by_flags(times[None].astype(np.int64), model)[0]
         if run.kept is not None:
             numbers = recomputed_array(run.kept[iteration])
         layers = np.array([sum(model.layers_of(p, c) for c in range(model.layout.virtual)) for p in stages])
-        again = numbers[slowest].sum(axis=1)[:, :most] / layers[:, None]
-        plans.append(Drawn(title, times[:most, slowest].tolist(), groups, chunked, again.tolist()))
+        repeats = numbers[slowest].sum(axis=1)[:, :limit] / layers[:, None]
+        plans.append(Drawn(title, times[:limit, slowest].tolist(), groups, chunked, repeats.tolist()))
     draw_timelines(path, plans, len(stages))
     return path

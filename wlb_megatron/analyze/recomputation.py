@@ -32,31 +32,31 @@ def by_recomputation(job: Job, run: Run) -> Recomputed | None:
     job = with_recompute(replace(job, gib=job.gib or DEFAULT_GIB, quick=True), "full")
     plans, shards = run.plans[job.warm_up :], run.shards
     orders = job.orders(plans)
-    kept = run.kept or job.kept_layers(plans, replace(run.config, recompute="auto"))
-    assert kept is not None
+    layers = run.kept or job.kept_layers(plans, replace(run.config, recompute="auto"))
+    assert layers is not None
 
-    def speed(like: Job, planned: Sequence[Sequence[Sequence[KeptLayers]]] | None = None) -> float:
-        again = None if planned is None else [recomputed_array(step) for step in planned]
-        return 1e9 / simulate(shards, like.model, orders=orders, recomputed=again).ns_per_token
+    def speed(like: Job, steps: Sequence[Sequence[Sequence[KeptLayers]]] | None = None) -> float:
+        repeats = None if steps is None else [recomputed_array(step) for step in steps]
+        return 1e9 / simulate(shards, like.model, orders=orders, recomputed=repeats).ns_per_token
 
-    stages = [stage for step in kept for rank in step for stage in rank]
+    stages = [stage for step in layers for rank in step for stage in rank]
     fits = all(stage.fits for stage in stages)
-    most = max(job.model.layers_of(0, chunk) for chunk in range(job.model.layout.virtual))
-    block = _least_block(job, plans, most) if fits else None
+    count = max(job.model.layers_of(0, chunk) for chunk in range(job.model.layout.virtual))
+    block = _least_block(job, plans, count) if fits else None
     nothing = fits and not any(sum(map(sum, stage.recomputed)) for stage in stages)
     return Recomputed(
         full=speed(job) if fits else None,
         static=None if block is None else speed(with_recompute(job, "full", block)),
         block=block,
-        planned=speed(job, kept) if fits else None,
+        planned=speed(job, layers) if fits else None,
         none=speed(with_recompute(job, "none")) if nothing else None,
     )
 
 
-def _least_block(job: Job, plans: Sequence[IterationPlan], most: int) -> int | None:
+def _least_block(job: Job, plans: Sequence[IterationPlan], layers: int) -> int | None:
     """The fewest layers of a model chunk whose recomputation lets all these steps fit; None where not even all do."""
-    low, high = 1, most
-    if not _all_fit(with_recompute(job, "full", most), plans):
+    low, high = 1, layers
+    if not _all_fit(with_recompute(job, "full", layers), plans):
         return None
     while low < high:
         middle = (low + high) // 2
@@ -71,7 +71,7 @@ def _all_fit(job: Job, plans: Sequence[IterationPlan]) -> bool:
     gpu, layout = job.gpu, job.model.layout
     for plan, groups in zip(plans, job.orders(plans), strict=True):
         columns = list(zip(*plan.micro_batches, strict=True))
-        rank = max(range(len(columns)), key=lambda at: sum(m.tokens for m in columns[at]))
+        rank = max(range(len(columns)), key=lambda number: sum(m.tokens for m in columns[number]))
         ranks = columns if job.trainer.in_step else columns[rank : rank + 1]
         loads = joined_loads([loads_of(column, job.alignment, layout.context) for column in ranks])
         stages = stage_orders(layout.pipeline, len(loads), layout.virtual, groups[rank])

@@ -80,29 +80,30 @@ class Searched:
 def search(
     lengths: Lengths, run: Run, job: Job, kind: str, tick: Callable[[str], None] = lambda _: None
 ) -> Searched:
-    """run: of the job as given. kind: "schedule" or "layout". tick: called after each simulated setting."""
-    given = as_given(job, run.config)
-    few = _drawn(lengths)
-    starts, tried = [given], 0
+    """Searches from the run of the job as given. kind: "schedule" or "layout". tick: called after each setting."""
+    origin = as_given(job, run.config)
+    sample = _drawn(lengths)
+    starts, count = [origin], 0
     pool = _pool() if kind == "layout" else None
     with pool or nullcontext():
 
         def simulated(candidates: Iterable[Candidate], looks: tuple[int, int]) -> list[Found]:
-            nonlocal tried
-            chosen = list(candidates)
-            tried += len(chosen)
+            nonlocal count
+            batch = list(candidates)
+            count += len(batch)
             quick = looks == QUICK
-            jobs = [(few if quick else lengths, _limited(one, looks, quick=quick), given) for one in chosen]
+            corpus = sample if quick else lengths
+            jobs = [(corpus, _limited(one, looks, quick=quick), origin) for one in batch]
             results = map(_found, jobs) if pool is None else pool.map(_found, jobs)
-            found = []
-            for result, one in zip(results, chosen, strict=True):
+            finds = []
+            for result, one in zip(results, batch, strict=True):
                 tick("searching")
                 if result is not None:
-                    found.append(replace(result, candidate=one))
-            return sorted(found, key=lambda one: -one.tokens_per_second)
+                    finds.append(replace(result, candidate=one))
+            return sorted(finds, key=lambda one: -one.tokens_per_second)
 
         if kind == "layout":
-            likely = [_likely(layout) for layout in layouts(given)]
+            likely = [_likely(layout) for layout in layouts(origin)]
             first = simulated(
                 [choices[0] for choices in likely], QUICK
             )  # whole documents, which take half the time
@@ -111,49 +112,51 @@ def search(
                 for one in first
                 if one.tokens_per_second * CHUNKS_GAIN < first[0].tokens_per_second
             }
-            more = [
+            extras = [
                 one for choices in likely if choices[0].job.model.layout not in slow for one in choices[1:]
             ]
-            first = sorted([*first, *simulated(more, QUICK)], key=lambda one: -one.tokens_per_second)
-            kept = list(dict.fromkeys(one.candidate.job.model.layout for one in first))[:LAYOUTS_KEPT]
+            first = sorted([*first, *simulated(extras, QUICK)], key=lambda one: -one.tokens_per_second)
+            fastest = list(dict.fromkeys(one.candidate.job.model.layout for one in first))[:LAYOUTS_KEPT]
             starts += [
                 next(one.candidate for one in first if one.candidate.job.model.layout == layout)
-                for layout in kept
+                for layout in fastest
             ]
 
         def tried_of(start: Candidate) -> list[Candidate]:
-            return ([] if start == given else [start]) + schedules(start)
+            return ([] if start == origin else [start]) + schedules(start)
 
-        looked = simulated([other for start in starts for other in tried_of(start)], QUICK)
-        more = [other for one in looked[: FINALISTS // 2] for other in micro_batch_counts(one.candidate)]
-        looked = sorted([*looked, *simulated(more, QUICK)], key=lambda one: -one.tokens_per_second)
+        looked = simulated([each for start in starts for each in tried_of(start)], QUICK)
+        extras = [each for one in looked[: FINALISTS // 2] for each in micro_batch_counts(one.candidate)]
+        looked = sorted([*looked, *simulated(extras, QUICK)], key=lambda one: -one.tokens_per_second)
         documents = sum(len(plan.arrived) for plan in run.plans) // len(run.plans)
         iterations = min(job.iterations, max(LEAST, MOST_PLANNED // max(1, documents)))
         final = simulated(_unlike(looked, FINALISTS), (iterations, job.warm_up))
-        alike = _lmax(given) in (run.config.max_tokens, usual_lmax(run.config, job.joined_window))
-        own = _found_of(run, given, given, iterations) if alike else None
+        alike = _lmax(origin) in (run.config.max_tokens, usual_lmax(run.config, job.joined_window))
+        base = _found_of(run, origin, origin, iterations) if alike else None
         if not alike:
-            own = next(iter(simulated([given], (iterations, job.warm_up))), None)
-    if own is not None and alike:
-        scale = 1e9 / run.timed.ns_per_token / own.tokens_per_second
-        own, *final = (replace(one, tokens_per_second=scale * one.tokens_per_second) for one in (own, *final))
-    best = [one for one in final if own is None or one.tokens_per_second > own.tokens_per_second]
-    best = [replace(one, why=_why(own, one)) for one in best[:SHOWN]]
-    return Searched(own, tuple(best), tried, iterations, None if alike else _lmax(given))
+            base = next(iter(simulated([origin], (iterations, job.warm_up))), None)
+    if base is not None and alike:
+        scale = 1e9 / run.timed.ns_per_token / base.tokens_per_second
+        base, *final = (
+            replace(one, tokens_per_second=scale * one.tokens_per_second) for one in (base, *final)
+        )
+    faster = [one for one in final if base is None or one.tokens_per_second > base.tokens_per_second]
+    faster = [replace(one, why=_why(base, one)) for one in faster[:SHOWN]]
+    return Searched(base, tuple(faster), count, iterations, None if alike else _lmax(origin))
 
 
-def _lmax(given: Candidate) -> int | None:
+def _lmax(start: Candidate) -> int | None:
     try:
-        return given.job.with_lmax(given.config).max_tokens
+        return start.job.with_lmax(start.config).max_tokens
     except WlbError:  # nothing fits
         return 0
 
 
 def settings_tried(job: Job, config: WlbConfig, kind: str) -> int:
     """About how many settings a search looks at, for a progress bar."""
-    given = as_given(job, config)
-    starts = [given, *list(layouts(given))[:LAYOUTS_KEPT]] if kind == "layout" else [given]
-    first = 2 * sum(1 for _ in layouts(given)) if kind == "layout" else 0
+    base = as_given(job, config)
+    starts = [base, *list(layouts(base))[:LAYOUTS_KEPT]] if kind == "layout" else [base]
+    first = 2 * sum(1 for _ in layouts(base)) if kind == "layout" else 0
     return first + sum(1 + len(schedules(start)) for start in starts) + 3 * (FINALISTS // 2) + FINALISTS + 1
 
 
@@ -164,10 +167,10 @@ def _likely(candidate: Candidate) -> list[Candidate]:
     return [Candidate(job, config) for config in chunk_choices(candidate.config)]
 
 
-def _unlike(found: Sequence[Found], most: int) -> list[Candidate]:
+def _unlike(finds: Sequence[Found], limit: int) -> list[Candidate]:
     """The first of each speed: settings with the same one are the same in effect."""
-    kept = {round(one.tokens_per_second): one.candidate for one in reversed(found)}
-    return [kept[speed] for speed in sorted(kept, reverse=True)[:most]]
+    by_speed = {round(one.tokens_per_second): one.candidate for one in reversed(finds)}
+    return [by_speed[speed] for speed in sorted(by_speed, reverse=True)[:limit]]
 
 
 def _drawn(lengths: Lengths) -> Lengths:
@@ -186,29 +189,29 @@ def _limited(candidate: Candidate, looks: tuple[int, int], quick: bool) -> Candi
     )
 
 
-def _found(asked: tuple[Lengths, Candidate, Candidate]) -> Found | None:
+def _found(task: tuple[Lengths, Candidate, Candidate]) -> Found | None:
     """None where the settings cannot train, or do not fit."""
-    lengths, candidate, given = asked
+    lengths, candidate, start = task
     try:
         run = candidate.job.run(lengths, candidate.config)
-        return _found_of(run, candidate, given, len(run.timed.steps))
+        return _found_of(run, candidate, start, len(run.timed.steps))
     except WlbError:
         return None
 
 
-def _found_of(run: Run, candidate: Candidate, given: Candidate, iterations: int) -> Found | None:
+def _found_of(run: Run, candidate: Candidate, start: Candidate, iterations: int) -> Found | None:
     """The figures of the first iterations. None where the run does not fit."""
-    fullest, timed = candidate.job.fullest(run), run.timed.first(iterations)
+    fullest, times = candidate.job.fullest(run), run.timed.first(iterations)
     if fullest is None or fullest[0] > candidate.job.gpu.room:
         return None
     return Found(
         candidate,
-        changes(given, candidate),
-        1e9 / timed.ns_per_token,
-        float(timed.steps.max() / 1e6),
+        changes(start, candidate),
+        1e9 / times.ns_per_token,
+        float(times.steps.max() / 1e6),
         fullest[0],
-        waiting(timed, candidate.job.model.layout),
-        float(timed.busy.sum() / timed.tokens.sum()),
+        waiting(times, candidate.job.model.layout),
+        float(times.busy.sum() / times.tokens.sum()),
     )
 
 
@@ -222,19 +225,19 @@ PARTS = {
 }
 
 
-def _why(given: Found | None, found: Found) -> str:
+def _why(start: Found | None, end: Found) -> str:
     """What changed most, in percent of the given job's time for a token."""
-    if given is None:
+    if start is None:
         return "the job as given does not fit"
 
     def parts(one: Found) -> dict[str, float]:
         return {"compute": one.compute, **{name: one.compute * share for name, share in one.waits.items()}}
 
-    before, after = parts(given), parts(found)
-    whole = sum(before.values())
-    shares = {name: 100 * (after[name] - before[name]) / whole for name in PARTS}
-    largest = sorted(shares.items(), key=lambda item: -abs(item[1]))[:3]
-    return "; ".join(f"{PARTS[name]} {share:+.0f} %" for name, share in largest if abs(share) >= 0.5)
+    before, after = parts(start), parts(end)
+    total = sum(before.values())
+    shares = {name: 100 * (after[name] - before[name]) / total for name in PARTS}
+    top = sorted(shares.items(), key=lambda item: -abs(item[1]))[:3]
+    return "; ".join(f"{PARTS[name]} {share:+.0f} %" for name, share in top if abs(share) >= 0.5)
 
 
 def _pool() -> ProcessPoolExecutor:
