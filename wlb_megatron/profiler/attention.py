@@ -59,8 +59,8 @@ class AttentionBench:
         def forward() -> tuple[Tensor, Tensor]:
             return self.kernels.forward(call, q, kv, self.scale)
 
-        def backward(made: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-            out, lse = made
+        def backward(results: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+            out, lse = results
             return self.kernels.backward(call, q, kv, out, lse, dout, self.scale)
 
         return forward, backward
@@ -70,8 +70,8 @@ class AttentionBench:
         assert point.plan is not None
         layout = device_layout(_alone(attention_layout(point.plan, point.rank)), self.device)
         q, dout = (
-            x.requires_grad_(at == 0)
-            for at, x in enumerate(self._random(2, layout.tokens, self.model.rank_heads))
+            x.requires_grad_(number == 0)
+            for number, x in enumerate(self._random(2, layout.tokens, self.model.rank_heads))
         )
         k, v = (x.requires_grad_() for x in self._random(2, layout.tokens, self.model.rank_kv_heads))
 
@@ -80,8 +80,8 @@ class AttentionBench:
 
         return forward, lambda out: torch.autograd.grad(out, (q, k, v), dout)
 
-    def _random(self, count: int, rows: int, *between: int) -> list[Tensor]:
-        shape = (rows, *between, self.model.head_dim)
+    def _random(self, count: int, rows: int, *axes: int) -> list[Tensor]:
+        shape = (rows, *axes, self.model.head_dim)
         return [torch.randn(shape, device=self.device, dtype=self.dtype) for _ in range(count)]
 
 
@@ -89,5 +89,5 @@ def _alone(layout: AttentionLayout) -> AttentionLayout:
     """The layout with an exchange within the rank: all keys that it needs are some of its own."""
     exchange = layout.exchange
     place = np.where(exchange.place < 0, ~exchange.place % layout.tokens, exchange.place)
-    alone = ExchangePlan(0, place[:0], (0,), (0,), place, remote=False)
-    return replace(layout, exchange=alone)
+    inward = ExchangePlan(0, place[:0], (0,), (0,), place, remote=False)
+    return replace(layout, exchange=inward)

@@ -61,23 +61,23 @@ class Clock:
 
     def _on_cpu(self, forward: Callable[[], Any], backward: Callable[[Any], Any]) -> Timing:
         rows: list[tuple[int, int]] = []
-        ended = time.perf_counter_ns() + int(self.seconds * 1e9)
-        while len(rows) < LEAST or (len(rows) < MOST and time.perf_counter_ns() < ended):
+        deadline = time.perf_counter_ns() + int(self.seconds * 1e9)
+        while len(rows) < LEAST or (len(rows) < MOST and time.perf_counter_ns() < deadline):
             begin = time.perf_counter_ns()
-            made = forward()
+            result = forward()
             middle = time.perf_counter_ns()
-            backward(made)
+            backward(result)
             rows.append((middle - begin, time.perf_counter_ns() - middle))
         there, back = (_spread(np.array(side, dtype=np.float64)) for side in zip(*rows, strict=True))
         return Timing(there, back, 0, 0, len(rows))
 
     def _on_gpu(self, forward: Callable[[], Any], backward: Callable[[Any], Any], waits: bool) -> Timing:
         device, host = self._train(forward, backward, 1, 0 if waits else 30_000_000)
-        taken, launch = float(device.sum()), float(host.sum())
-        repeats = int(np.clip(self.seconds * 1e9 / max(taken, launch), LEAST, MOST))
-        warm = int(HEAT * 1e9 / max(taken, launch if waits else 0)) + 1 if waits or taken > launch else 0
-        ahead = (launch - taken) * repeats * 1.3 if launch > taken else 0.0
-        asleep = 0 if waits else min(int(ahead) + 100_000, 150_000_000)
+        run_ns, launch = float(device.sum()), float(host.sum())
+        repeats = int(np.clip(self.seconds * 1e9 / max(run_ns, launch), LEAST, MOST))
+        warm = int(HEAT * 1e9 / max(run_ns, launch if waits else 0)) + 1 if waits or run_ns > launch else 0
+        lead = (launch - run_ns) * repeats * 1.3 if launch > run_ns else 0.0
+        asleep = 0 if waits else min(int(lead) + 100_000, 150_000_000)
         device, host = self._train(forward, backward, warm + repeats, asleep)
         there, back = (_spread(side) for side in device[warm:].T)
         # A full queue makes the host wait: the quicker launches are what it takes.
@@ -93,14 +93,14 @@ class Clock:
         torch.cuda.synchronize()
         torch.cuda._sleep(int(asleep * SLEEP_CYCLES_PER_NS))
         events[0].record()
-        for at in range(count):
+        for number in range(count):
             begin = time.perf_counter_ns()
-            made = forward()
-            events[2 * at + 1].record()
+            result = forward()
+            events[2 * number + 1].record()
             middle = time.perf_counter_ns()
-            backward(made)
-            del made
-            events[2 * at + 2].record()
+            backward(result)
+            del result
+            events[2 * number + 2].record()
             host.append((middle - begin, time.perf_counter_ns() - middle))
         torch.cuda.synchronize()
         spans = [a.elapsed_time(b) * 1e6 for a, b in pairwise(events)]

@@ -71,10 +71,10 @@ class TorchLayer(nn.Module):
             return x + self.mlps[0](inner)
         assert model.experts is not None
         rows = inner[: -(-len(x) * model.experts.tensor // model.tp)].flatten(0, 1)
-        weights, chosen = self.router(rows).softmax(dim=-1).topk(model.experts.chosen)
+        weights, routes = self.router(rows).softmax(dim=-1).topk(model.experts.chosen)
         out = torch.zeros_like(rows) if self.shared is None else self.shared(rows)
         for number, mlp in enumerate(self.mlps):
-            row, place = (chosen == number).nonzero(as_tuple=True)
+            row, place = (routes == number).nonzero(as_tuple=True)
             out = out.index_add(0, row, mlp(rows[row]) * weights[row, place, None])
         return x + functional.pad(out, (0, 0, 0, len(x) - len(rows))).unsqueeze(1)
 
@@ -115,11 +115,11 @@ def keep_gradients(module: nn.Module) -> nn.Module:
         parameter.grad_added_to_main_grad = False
 
     for parameter in module.parameters():
-        held: Any = parameter
-        held.data.normal_(0, 0.02)
-        held.main_grad = torch.zeros_like(held, dtype=torch.float32)
-        held.grad_added_to_main_grad = False
-        held.register_post_accumulate_grad_hook(add)
+        weight: Any = parameter
+        weight.data.normal_(0, 0.02)
+        weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+        weight.grad_added_to_main_grad = False
+        weight.register_post_accumulate_grad_hook(add)
     return module
 
 
@@ -188,7 +188,7 @@ def optimizer_step(layer: nn.Module) -> Part:
     for copy in main:
         copy.grad = torch.full_like(copy, 1e-3)
     gradients = [copy.grad for copy in main if copy.grad is not None]
-    kept: list[Any] = weights
+    targets: list[Any] = weights
     adam = _adam(main)
 
     def forward() -> None:
@@ -198,8 +198,8 @@ def optimizer_step(layer: nn.Module) -> Part:
 
     def backward(_: None) -> None:
         with torch.no_grad():
-            torch._foreach_copy_(kept, list[Tensor](main))
-            for weight in kept:
+            torch._foreach_copy_(targets, list[Tensor](main))
+            for weight in targets:
                 weight.main_grad.zero_()
 
     return forward, backward

@@ -24,8 +24,8 @@ def time_operation(name: str, size: int, device: torch.device) -> dict[str, Any]
     times = _on_gpu(run) if device.type == "cuda" else _on_cpu(run)
     slowest = torch.tensor(times[WARM_UP:], dtype=torch.float64, device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    spread = np.percentile(slowest.cpu().numpy(), (50, 20, 80))
-    return {"forward": [int(ns / (2 if name == "p2p" else 1)) for ns in spread], "repeats": REPEATS}
+    quantiles = np.percentile(slowest.cpu().numpy(), (50, 20, 80))
+    return {"forward": [int(ns / (2 if name == "p2p" else 1)) for ns in quantiles], "repeats": REPEATS}
 
 
 def _on_gpu(run: Callable[[], Any]) -> list[float]:
@@ -56,24 +56,24 @@ def _on_cpu(run: Callable[[], Any]) -> list[float]:
 def _operation(name: str, size: int, device: torch.device) -> Callable[[], Any]:
     world, rank = dist.get_world_size(), dist.get_rank()
     part = max(size // 2 // world, 1)
-    whole = torch.zeros(part * world, dtype=torch.bfloat16, device=device)
-    own = torch.zeros(part, dtype=torch.bfloat16, device=device)
+    buffer = torch.zeros(part * world, dtype=torch.bfloat16, device=device)
+    shard = torch.zeros(part, dtype=torch.bfloat16, device=device)
     if name == "all_gather":
-        return lambda: dist.all_gather_into_tensor(whole, own)
+        return lambda: dist.all_gather_into_tensor(buffer, shard)
     if name == "reduce_scatter":
-        return lambda: dist.reduce_scatter_tensor(own, whole)
+        return lambda: dist.reduce_scatter_tensor(shard, buffer)
     if name == "all_to_all":
-        other = torch.zeros_like(whole)
-        return lambda: dist.all_to_all_single(other, whole)
-    sent = torch.zeros(size // 2, dtype=torch.bfloat16, device=device)
+        output = torch.zeros_like(buffer)
+        return lambda: dist.all_to_all_single(output, buffer)
+    message = torch.zeros(size // 2, dtype=torch.bfloat16, device=device)
 
     def there_and_back() -> None:
         if rank == 0:
-            dist.send(sent, 1)
-            dist.recv(sent, 1)
+            dist.send(message, 1)
+            dist.recv(message, 1)
         elif rank == 1:
-            dist.recv(sent, 0)
-            dist.send(sent, 0)
+            dist.recv(message, 0)
+            dist.send(message, 0)
 
     return there_and_back
 

@@ -23,14 +23,17 @@ MOST_ROWS = 1 << 19
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """queries, keys: of rectangles. diagonals: of causal segments. ratios: keys per query of bottom-right causal
-    segments, of as many queries as rectangles have. documents: (tokens, copies) of calls of unlike ones.
+    """What a profile measures.
 
-    windows: tokens of micro-batches that are cut over `cps` ranks as each of `kinds`, `samples` times, of which one
-    share each is measured. tokens, loss_tokens: of a layer and of the model's ends. bytes: of collectives. most_flops:
-    of a call, forward + backward. tiles: of a call, that fill a device (2112: 16 for each of an H100's 132
-    multiprocessors, so that its last ones weigh little). held_out: shapes beside the grid that no fit sees. seconds:
-    for each point.
+    * queries, keys: sizes of rectangles. diagonals: tokens of causal segments. held_out: shapes no fit sees.
+    * ratios: keys per query of bottom-right causal segments, with as many queries as rectangles have.
+    * documents: (tokens, copies) for calls of unlike ones.
+    * windows: tokens of micro-batches that are cut over `cps` ranks as each of `kinds`, `samples` times. One share of
+      each is measured.
+    * tokens, loss_tokens: sizes for a layer and for the model's ends. bytes: sizes for collectives.
+    * most_flops: limit of a call, forward + backward. seconds: time for each point.
+    * tiles: number that fills a device: 2112 are 16 for each of an H100's 132 multiprocessors, so that the last ones
+      weigh little.
     """
 
     queries: tuple[int, ...]
@@ -116,11 +119,10 @@ GRIDS = {
 
 @dataclass(frozen=True)
 class Point:
-    """One thing to measure. part: what of. sizes: JSON-able, what the fit needs to know of it.
+    """One thing to measure. part: its name. sizes: JSON-able, what the fit needs to know of it.
 
     Attention's sizes are "diagonals" [[queries, copies], ..] and "rectangles" [[queries, keys, copies], ..]; or of one
-    part "bottom_right", as of rectangles.
-    plan, rank: of a share of a micro-batch, through the whole executor.
+    part "bottom_right", as of rectangles. plan and rank say which share of a micro-batch runs, through the executor.
     """
 
     part: str
@@ -161,12 +163,12 @@ def attention_points(grid: Grid, model: ProfiledModel) -> Iterator[Point]:
 def _held_out(grid: Grid, model: ProfiledModel) -> Iterator[Point]:
     """Rectangles and diagonals of seeded sizes between those of the grid, on a logarithmic scale."""
     rng = np.random.default_rng(13)
-    for at in range(grid.held_out):
+    for number in range(grid.held_out):
         queries, keys = (
             int(np.exp(rng.uniform(np.log(side[0]), np.log(side[-1])))) for side in (grid.queries, grid.keys)
         )
         copies = _copies(min(queries, keys), max(queries, keys), grid, model)
-        if at % 3 == 0:
+        if number % 3 == 0:
             copies = _copies(queries, queries, grid, model)
             yield _segments("held_out", diagonals=[(queries, copies)])
         elif _flops(queries * keys * copies, model) <= grid.most_flops:
@@ -179,9 +181,9 @@ def _segments(part: str, diagonals: Any = (), rectangles: Any = ()) -> Point:
     )
 
 
-def _copies(least: int, most: int, grid: Grid, model: ProfiledModel) -> int:
-    tiles = -(-least // TILE) * model.rank_heads
-    return max(1, min(-(-grid.tiles // tiles), MOST_ROWS // most))
+def _copies(short_side: int, long_side: int, grid: Grid, model: ProfiledModel) -> int:
+    tiles = -(-short_side // TILE) * model.rank_heads
+    return max(1, min(-(-grid.tiles // tiles), MOST_ROWS // long_side))
 
 
 def _flops(pairs: float, model: ProfiledModel) -> float:
@@ -194,8 +196,8 @@ def _shares(grid: Grid, model: ProfiledModel) -> Iterator[Point]:
     rng = np.random.default_rng(7)
     for window in grid.windows:
         for cp in grid.cps:
-            for at, kind in enumerate(grid.kinds * grid.samples):
-                lengths = _micro_batch(window, int(rng.integers(1 << 16)), whole=at == 0 and cp == 2)
+            for number, kind in enumerate(grid.kinds * grid.samples):
+                lengths = _micro_batch(window, int(rng.integers(1 << 16)), single=number == 0 and cp == 2)
                 plan = shard(padded(lengths, cp), cp, kind)
                 rank = int(rng.integers(cp))
                 point = _share(plan, rank, cp, kind)
@@ -205,14 +207,14 @@ def _shares(grid: Grid, model: ProfiledModel) -> Iterator[Point]:
                     yield point
 
 
-def _micro_batch(window: int, seed: int, whole: bool) -> npt.NDArray[np.int64]:
-    if whole:
+def _micro_batch(window: int, seed: int, single: bool) -> npt.NDArray[np.int64]:
+    if single:
         return np.array([window], dtype=np.int64)
     lengths = long_tailed(window, 4096, seed)
     first = int(np.searchsorted(np.cumsum(lengths), window))
-    taken = lengths[: first + 1].copy()
-    taken[-1] -= taken.sum() - window
-    return taken[taken > 0]
+    documents = lengths[: first + 1].copy()
+    documents[-1] -= documents.sum() - window
+    return documents[documents > 0]
 
 
 def _share(plan: ShardPlan, rank: int, cp: int, kind: str) -> Point:

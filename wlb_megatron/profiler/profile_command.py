@@ -94,8 +94,8 @@ def run_profile(args: argparse.Namespace) -> None:
         )
     rank, world = _join(torch, backend)
     partial = out.with_name(out.name + ".partial")
-    shown = rank == 0
-    with progress(count_points(args.grid, model, world) if shown else 0, lines=shown) as tick:
+    reports = rank == 0
+    with progress(count_points(args.grid, model, world) if reports else 0, lines=reports) as tick:
         profiled = profile(
             model,
             grid=args.grid,
@@ -103,7 +103,7 @@ def run_profile(args: argparse.Namespace) -> None:
             partial=partial,
             budget=args.budget,
             tick=tick,
-            say=_say if shown else lambda _: None,
+            say=_say if reports else lambda _: None,
         )
     if rank == 0:
         _fit_and_write(out, profiled)
@@ -164,21 +164,21 @@ def fitted_rows(costs: Costs) -> list[list[str]]:
     ]
 
 
-def _backend(asked: str, model: ProfiledModel, torch: Any) -> str:
+def _backend(choice: str, model: ProfiledModel, torch: Any) -> str:
     """te, fa4 or torch. WlbError if the one asked for cannot run."""
-    if asked == "torch" or (asked == "auto" and not torch.cuda.is_available()):
+    if choice == "torch" or (choice == "auto" and not torch.cuda.is_available()):
         return "torch"
     if not torch.cuda.is_available():
         raise WlbError(
-            f"--backend {asked} needs a GPU: run it there, or give --backend torch to try it on the CPU"
+            f"--backend {choice} needs a GPU: run it there, or give --backend torch to try it on the CPU"
         )
     try:
         import transformer_engine.pytorch  # noqa: F401
     except ImportError as error:
         raise WlbError(
-            f"--backend {asked} needs Transformer Engine, which does not import: {error}"
+            f"--backend {choice} needs Transformer Engine, which does not import: {error}"
         ) from None
-    if asked == "te":
+    if choice == "te":
         return "te"
     layer = kernel_choice.Layer(
         dim=model.head_dim,
@@ -186,11 +186,11 @@ def _backend(asked: str, model: ProfiledModel, torch: Any) -> str:
         grouped=model.kv_heads != model.heads,
         capability=torch.cuda.get_device_capability(),
     )
-    if asked == "auto":
-        return kernel_choice.backend_of(kernel_choice.chosen(asked, layer)[0])
-    if lacks := kernel_choice.lacks(asked, layer):
-        raise WlbError(f"--backend {asked} cannot be used: {lacks}; give --backend te")
-    return asked
+    if choice == "auto":
+        return kernel_choice.backend_of(kernel_choice.chosen(choice, layer)[0])
+    if lacks := kernel_choice.lacks(choice, layer):
+        raise WlbError(f"--backend {choice} cannot be used: {lacks}; give --backend te")
+    return choice
 
 
 def _join(torch: Any, backend: str) -> tuple[int, int]:

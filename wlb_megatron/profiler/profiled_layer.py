@@ -89,9 +89,9 @@ class _Part(nn.Module):
         super().__init__()
         self.experts, self.parts = experts, parts
 
-    def forward(self, hidden: Tensor, **more: Any) -> tuple[Tensor, Tensor | None]:
+    def forward(self, hidden: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
         tokens = -(-len(hidden) // self.parts)
-        out, bias = self.experts(hidden[:tokens], **more)
+        out, bias = self.experts(hidden[:tokens], **options)
         return torch.cat((out, hidden[tokens:])), bias
 
 

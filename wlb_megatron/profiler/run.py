@@ -45,19 +45,19 @@ def profile(
     measured again. budget: seconds after which no further point begins. tick: called with each point. say: called
     with messages.
     """
-    began = time.perf_counter()
+    begin = time.perf_counter()
     device = torch.device("cpu") if backend == "torch" else torch.device("cuda", torch.cuda.current_device())
     torch.manual_seed(1)
     settings = _settings(model, grid, backend, device)
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     parts = _Parts(model, GRIDS[grid], backend, device, say)
-    done = _read_partial(partial, settings, say) if rank == 0 else {}
+    samples = _read_partial(partial, settings, say) if rank == 0 else {}
     left_out = 0
     for point in _points(GRIDS[grid], model) if rank == 0 else ():
         tick(_name(point))
-        if point.key in done:
+        if point.key in samples:
             continue
-        if time.perf_counter() - began > budget:
+        if time.perf_counter() - begin > budget:
             left_out += 1
             continue
         try:
@@ -67,15 +67,15 @@ def profile(
             say(f"{point.key[:100]} is left out: {str(error).splitlines()[0][:200]}")
             torch.cuda.empty_cache()
             continue
-        done[point.key] = {"part": point.part, "sizes": point.sizes, **asdict(timing)}
+        samples[point.key] = {"part": point.part, "sizes": point.sizes, **asdict(timing)}
         write_whole(
-            partial, json.dumps({"settings": settings, "samples": list(done.values())}) + "\n", "--out"
+            partial, json.dumps({"settings": settings, "samples": list(samples.values())}) + "\n", "--out"
         )
     if world > 1:
         for name, size in network.operations(GRIDS[grid].bytes):
             tick(f"{name} {size} bytes")
             sample = network.time_operation(name, size, device)
-            done[f"{name} {size}"] = {"part": name, "sizes": {"bytes": size, "ranks": world}, **sample}
+            samples[f"{name} {size}"] = {"part": name, "sizes": {"bytes": size, "ranks": world}, **sample}
     if left_out:
         say(
             f"{left_out} points were left out after {budget:.0f} s: give a longer --budget, or a smaller --grid"
@@ -85,8 +85,8 @@ def profile(
         "settings": settings,
         "layer": parts.layer_source,
         "layer_parameters": model.layer_parameters,
-        "seconds": round(time.perf_counter() - began, 1),
-        "samples": list(done.values()),
+        "seconds": round(time.perf_counter() - begin, 1),
+        "samples": list(samples.values()),
     }
 
 
@@ -179,8 +179,8 @@ def _versions(backend: str) -> dict[str, str]:
     from importlib.metadata import PackageNotFoundError, version
 
     versions = {"wlb_megatron": __version__, "python": platform.python_version(), "torch": torch.__version__}
-    needed = KERNELS[backend].packages if backend in KERNELS else ()
-    for package in ("transformer_engine", "megatron-core", *needed):
+    packages = KERNELS[backend].packages if backend in KERNELS else ()
+    for package in ("transformer_engine", "megatron-core", *packages):
         try:
             versions[package] = version(package) if backend != "torch" else ""
         except PackageNotFoundError:
