@@ -50,6 +50,7 @@ WRONG: dict[str, str] = {
     "--hybrid-context-parallel --calculate-per-token-loss": "drop it",
     "--experimental-attention-variant dsa": "dsa replaces core attention",
     "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --wlb-chunks on": "state does not pass",
+    "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --wlb-profile p": "without their work",
     "--tp-comm-overlap --sequence-parallel --tensor-model-parallel-size 4": "micro-batches vary in length",
     "--defer-embedding-wgrad-compute --pipeline-model-parallel-size 4 --num-layers 4": "the first one's size",
     "--delay-wgrad-compute": "transformer_engine implementation",

@@ -240,6 +240,11 @@ REFUSALS: tuple[Refusal, ...] = (
         "their heads are spread over all context-parallel ranks; use --wlb-cp-mode fixed",
     ),
     Refusal(
+        lambda a, c: delta_nets(a) and c.profile,
+        "--wlb-profile with gated delta nets",
+        "a profile measures no such layer, so steps would be planned without their work; leave it out",
+    ),
+    Refusal(
         lambda a, c: (
             "*" not in (_get(a, "hybrid_layer_pattern") or "*").split("/")[0] or _get(a, "is_hybrid_model")
         ),
