@@ -181,6 +181,11 @@ def test_gated_delta_nets_add_work_by_token_and_leave_out_chunks(capsys: pytest.
     ratio = (attention + 4 * mlp + 3 * net) / (attention + mlp)
     assert says["G-G-G-*-|G-G-G-*-"] == pytest.approx(says["*-|*-"] * ratio, abs=2)
     assert "documents in chunks: no (not with gated delta nets" in out
+    usual, asked = (job.replace("--ffn-hidden-size 512", ffn) for ffn in ("", "--ffn-hidden-size 1024"))
+    nets = "--hybrid-layer-pattern", "G-G-*-"
+    assert call(capsys, "analyze", *usual.split(), *nets) == call(capsys, "analyze", *asked.split(), *nets)
+    code, _, err = call(capsys, "analyze", "--lengths", "20,30", "--window", "64", "--model", "7B", *nets)
+    assert code == 2 and "--hybrid-layer-pattern with G needs --hidden-size" in err
 
 
 def test_what_the_prediction_leaves_out_is_noted(capsys: pytest.CaptureFixture[str]) -> None:

@@ -480,8 +480,14 @@ def _complete_pattern(args: argparse.Namespace) -> None:
     number = args.recompute_num_layers * attention // (attention + dense + routed + nets)
     args.num_layers, args.mtp_num_layers, args.recompute_num_layers = attention, len(further), max(1, number)
     args.vpp = max(1, (main.count("|") + 1) // args.pp)
-    if args.ffn_hidden_size is not None and not routed:
-        args.ffn_hidden_size = args.ffn_hidden_size * dense // attention
+    if nets and (args.profile is not None or args.model in SHAPES or args.hidden_size is None):
+        raise WlbError(
+            "--hybrid-layer-pattern with G needs --hidden-size, without --profile or --model: neither has gated delta "
+            "nets"
+        )
+    ffn = args.ffn_hidden_size or (None if args.profile is not None else read_shape(args).ffn)
+    if ffn is not None and not routed:
+        args.ffn_hidden_size = ffn * dense // attention
     if routed and args.moe_layer_freq == "1":
         args.moe_layer_freq = f"[1]*{min(routed, attention)}+[0]*{max(0, attention - routed)}"
 
