@@ -89,6 +89,9 @@ def test_inspect_reads_of_a_launch_command_what_it_has_no_flag_for(
     assert code == 0 and "note: --fp8-format" in out, err
     code, _, err = call(capsys, *own, *job, "--expert-model-parallel-size", "3")
     assert code == 2 and "--num-experts 8 is not a multiple" in err
+    nets = f"{JOB} --pipeline-model-parallel-size 2 --hybrid-layer-pattern G-*-G-*-".split()
+    code, out, err = call(capsys, *own, *nets)
+    assert code == 0 and "documents in chunks: no (not with gated delta nets" in out, err
 
 
 @pytest.mark.parametrize(

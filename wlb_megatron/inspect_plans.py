@@ -102,6 +102,7 @@ def inspect_plans(
             sample=sample_lengths(lengths, max_tokens, config.overlong),
             longest=stream.longest,
             rooms=None if job is None else job.rooms(config),
+            no_chunks=() if job is None else job.trainer.chunks_refused(config.chunks),
             say=say,
         )
         planner = plan_job(stream, packing)
