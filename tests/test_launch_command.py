@@ -193,11 +193,12 @@ def test_gated_delta_nets_add_work_by_token_and_leave_out_chunks(capsys: pytest.
 
 def test_what_the_prediction_leaves_out_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
     own = "analyze --no-split --iterations 1 --lengths 20,30,64 --world-size 1 --"
-    code, out, _ = call(
-        capsys, *own.split(), *JOB.split(), "--fp8-format", "hybrid", "--lr", "1e-4", "--profile"
-    )
-    assert code == 0 and out.count("note: ") == 1
+    more = "--fp8-format hybrid --lr 1e-4 --profile --wlb-log x --wlb-graph-seconds=5 --wlb-packng original"
+    code, out, _ = call(capsys, *own.split(), *JOB.split(), *more.split())
+    assert code == 0 and out.count("note: ") == 3
     assert "note: --fp8-format is not predicted: times are of bf16" in out
+    for flag in ("--graph-seconds", "--packng"):
+        assert f"note: {flag} is not predicted: wlb_megatron has no such flag" in out
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import pairwise
 
+from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
 
 _NAMES = """
@@ -114,4 +115,8 @@ def launch_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 def notes_of(unknown: Sequence[str]) -> list[str]:
     """A line for each flag that matters to a prediction and is not read, of the words that the parser did not take."""
     flags = dict.fromkeys(word.split("=")[0] for word in unknown)
-    return [f"note: {flag} is not predicted: {PASSED_OVER[flag]}" for flag in flags if flag in PASSED_OVER]
+    others = {flag for flag in flags if flag.startswith("--wlb-")} - {
+        f"--wlb-{setting.name.replace('_', '-')}" for setting in fields(WlbConfig)
+    }
+    notes = PASSED_OVER | dict.fromkeys(others, "wlb_megatron has no such flag in this release")
+    return [f"note: {flag} is not predicted: {notes[flag]}" for flag in flags if flag in notes]
