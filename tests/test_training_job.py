@@ -158,7 +158,7 @@ def test_the_vocabulary_is_known_once_the_tokenizer_is_built() -> None:
 
 
 def test_whole_evaluation_is_told_apart_from_what_megatron_is_told() -> None:
-    """Megatron is then given another --full-validation than the user gave (evaluation.py)."""
+    """Megatron is then given another --full-validation than the user gave (take_over.py)."""
     args = argparse.Namespace(**VALIDATED)
     assert TrainingJob.of(args, WlbConfig(), full_validation=True).evaluation.full
     assert not TrainingJob.of(args, WlbConfig()).evaluation.full
