@@ -27,9 +27,12 @@ EXACT = 4
 class StageRoom:
     """What a pipeline stage can keep of a step, by the memory model, in bytes and layers.
 
-    available: bytes for activations. floor: of each token held, where as many layers are recomputed as the flags say.
-    more: further bytes of each token where none is. working: of each token of the micro-batch at work. keys: of each
-    token of micro-batches that share a document in chunks.
+    Args:
+        available: Bytes for activations.
+        floor: Bytes of each token held, if as many layers are recomputed as the flags say.
+        more: Further bytes of each token if none is.
+        working: Bytes of each token of the micro-batch at work.
+        keys: Bytes of each token of micro-batches that share a document in chunks.
     """
 
     available: int
@@ -41,8 +44,8 @@ class StageRoom:
     def kept(self, tokens: int, largest_tokens: int, *, chunked: bool) -> int:
         """Thousandths of the layers recomputed by the flags that a step can keep, if all micro-batches keep the same.
 
-        tokens: held at once. largest_tokens: of a micro-batch. available 100, floor 2, more 8, working 1, tokens 15,
-        largest 10: (100 - 10 - 30) / (8 * 15) = 500 thousandths.
+        `tokens` are held at once, and the largest micro-batch has `largest_tokens`. With available 100, floor 2, more
+        8, working 1, tokens 15 and largest 10: (100 - 10 - 30) / (8 * 15) = 500 thousandths.
         """
         floor = self.floor + self.keys * chunked
         free_bytes = self.available - largest_tokens * self.working - tokens * floor
@@ -56,8 +59,8 @@ class StepLaw:
     pp: stages. vpp: model chunks per stage. group: an interleaved schedule takes its micro-batches in multiples of
     it. per_micro_batch: work units that each micro-batch adds. least: work units that its forward and its backward
     take at least. per_chunk: work units that a micro-batch of a group adds. backward: how many times as long as a
-    forward, (5, 2): 2.5 times. again: thousandths of a forward that the flags repeat in each backward. rooms: of the
-    first and the last stage, where each step keeps as many layers as fit; None: each runs the flags.
+    forward, (5, 2): 2.5 times. again: thousandths of a forward that the flags repeat in each backward. rooms: what the
+    first and the last stage can keep, if each step keeps as many layers as fit; None: each runs the flags.
     """
 
     pp: int = 1

@@ -20,9 +20,12 @@ def step_time(
 ) -> int:
     """Time of one step of equal stages, transfers free: the last end of `pipeline_events`.
 
-    forward, backward: of each micro-batch in one model chunk of a stage, in any integer unit. group_sizes: see
-    `grouped_orders`; None: Megatron's own schedule. chunks: of a stage, 1: not interleaved. blocking: a stage that
-    sends waits until the other receives.
+    Args:
+        forward: Times of each micro-batch in one model chunk of a stage, in any integer unit.
+        backward: The same of backwards.
+        group_sizes: See `grouped_orders`. None is Megatron's own schedule.
+        chunks: How many a stage has; 1 is not interleaved.
+        blocking: A stage that sends waits until the other receives.
     """
     if stages > 1 and not blocking:
         sizes = group_sizes or (1,) * len(forward)

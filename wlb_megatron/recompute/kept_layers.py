@@ -128,7 +128,7 @@ class _Stage:
                 self._time(item, self.chunks[item % number].recomputed - layers)
                 for item, layers in enumerate(candidate)
             )
-            if time > saved:
+            if turn == 0 or time > saved:
                 recomputed, saved, peak = candidate, time, available - int(slack.min())
             # Only sums, products and quotients, which round alike on every processor.
             fullness = np.square(np.clip(1 - slack / max(1, available), 0, 1))

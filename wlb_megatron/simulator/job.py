@@ -52,7 +52,7 @@ class RunLength:
     samples: int | None = None
 
     def steps(self, windows: int) -> int | None:
-        """Steps of the run; windows: of a step. None where no flag says it."""
+        """Steps of the run, each of so many windows. None if no flag says it."""
         if self.iterations is None and self.samples is not None:
             return -(-self.samples // windows)
         return self.iterations
@@ -334,8 +334,8 @@ class Job:
 class Run:
     """A job's plans and the times of all but the first `warm_up` of them.
 
-    messages: whether documents train in chunks, and why. shards: of the timed plans; None with dynamic groups, whose
-    micro-steps are in `steps`. kept: [iteration][dp][stage], None where steps run the flags of recomputation.
+    `messages` say whether documents train in chunks, and why. `shards` are the timed plans'; None with dynamic groups,
+    whose micro-steps are in `steps`. kept: [iteration][dp][stage], None where steps run the flags of recomputation.
     """
 
     config: WlbConfig

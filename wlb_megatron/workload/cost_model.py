@@ -15,14 +15,17 @@ UNITS_PER_TOKEN = 1024
 class CostModel:
     """work(d) = d + d*d / quadratic_at + per_document, in tokens of linear work.
 
-    quadratic_at: tokens at which attention (Wa, quadratic) equals everything else (Wl, linear).
-    per_document: launch and tile cost of one more document, in tokens of linear work.
-    per_micro_batch: what one more micro-batch costs by itself: kernel calls, fixed kernels. least_micro_batch: what the
-    host needs to launch its forward and its backward, which these take at least. per_chunk: what a micro-batch that
-    shares a document with others costs beside. per_earlier_key: what each earlier token that a chunk attends to costs
-    beside, where its keys come over a network slower than a node's links; it enters the choice of chunks alone. All in
-    tokens of linear work; they do not enter `work`. backward: how many times as long as a forward it takes, 3 where all
-    layers are recomputed in it, 2.5 where half of them are.
+    Costs are in tokens of linear work. Those of micro-batches, chunks and keys do not enter `work`.
+
+    Args:
+        quadratic_at: Tokens at which attention (Wa, quadratic) equals everything else (Wl, linear).
+        per_document: Launch and tile cost of one more document.
+        per_micro_batch: Cost of one more micro-batch by itself, for kernel calls and fixed kernels.
+        least_micro_batch: The host's launches of its forward and its backward, which take at least that.
+        per_chunk: Further cost of a micro-batch that shares a document with others.
+        per_earlier_key: Further cost of each earlier token that a chunk attends to, if its keys come over a network
+            slower than a node's links. It enters the choice of chunks alone.
+        backward: How many times as long as a forward a backward takes: 3 if it recomputes all layers, 2.5 for half.
     """
 
     quadratic_at: float
@@ -81,8 +84,8 @@ def layer_parameters(hidden: int, query: int, key: int, ffn: int, *, gated: bool
 def quadratic_at(query: int, parameters: int) -> float:
     """Document length at which a layer's attention costs as much as its matrix products.
 
-    query: heads x channels; parameters: of a layer. Forward + backward FLOPs: attention 3.5 * 2 * d*d * query (causal
-    half of two products, the backward 2.5 times the forward), everything else 3 * 2 * d * parameters.
+    `query` is heads x channels, `parameters` a layer's. Forward + backward FLOPs: attention 3.5 * 2 * d*d * query (the
+    causal half of two products, the backward 2.5 times the forward), everything else 3 * 2 * d * parameters.
     A 7B shape (4096, 4096, 4096, 11008, gated) gives 29.6K tokens.
     """
     return 3 * parameters * ATTENTION_RATE / (3.5 * query)
@@ -93,8 +96,8 @@ def latent_parameters(
 ) -> int:
     """Weights of a layer of multi-latent attention, as layer_parameters' without its feed-forward part.
 
-    query_rank: 0 where queries are not compressed; key_rank: of keys and values. dims: channels of a head without
-    positions, with positions, of values. 7168, 128 heads, ranks 1536 and 512, dims 128 64 128: 187M.
+    Ranks are those of compressed queries (0 if they are not) and of keys with values. `dims` are channels of a head
+    without positions, with positions, of values. 7168, 128 heads, ranks 1536 and 512, dims 128 64 128: 187M.
     """
     plain, turned, value = dims
     query = heads * (plain + turned)

@@ -36,11 +36,18 @@ ATTENDS = f"*{WHOLE}"
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Experts of every layer. ffn: width of one, which replaces Model.ffn for memory. parallel, tensor:
-    expert_model_parallel_size, expert_tensor_parallel_size. chosen: experts that a token passes (moe_router_topk).
-    shared: width of the shared experts, which every token passes. dense_layers: of the model, without experts; they
-    count in the sum of parameters alone. imbalance: assumed tokens of the fullest rank's experts over the mean, in
-    percent."""
+    """Experts of every layer.
+
+    Args:
+        count: How many a layer has.
+        ffn: Width of one, which replaces Model.ffn for memory.
+        parallel: expert_model_parallel_size.
+        tensor: expert_tensor_parallel_size.
+        chosen: Experts that a token passes (moe_router_topk).
+        imbalance: Assumed tokens of the fullest rank's experts over the mean, in percent.
+        shared: Width of the shared experts, which every token passes.
+        dense_layers: How many of the model's layers have no experts. They count in the sum of parameters alone.
+    """
 
     count: int
     ffn: int
@@ -124,8 +131,8 @@ class Model:
     alone. heads: num_attention_heads. kv_heads: num_query_groups under group_query_attention, else heads. head_dim:
     kv_channels, 0 for hidden / heads. vocab: padded_vocab_size. gated: swiglu. tied: not
     untie_embeddings_and_output_weights. dropout: hidden_dropout > 0. dtype_bytes: 2 with bf16 or fp16, else 4.
-    losses: of a token, 1 + mtp_num_layers; each has logits. experts: of every layer; how many tokens they get is
-    assumed.
+    losses: 1 + mtp_num_layers of each token; each has logits. experts: those of every layer; how many tokens they get
+    is assumed.
     projections: weights of a layer's attention where heads do not say them (multi-latent attention).
     delta_nets: those of layers G and N.
     """
@@ -606,8 +613,8 @@ def attended_bytes(shape: Model, layout: Layout) -> int:
 def chunked_bytes(shape: Model, layout: Layout, *, longest: int, held: int, document: int) -> int:
     """Bytes on the fullest GPU (tokens are over all context-parallel ranks).
 
-    longest: of a micro-batch. held: of all micro-batches that a stage holds at once. document: of the longest one in
-    chunks.
+    `longest` are a micro-batch's tokens, `held` those of all micro-batches that a stage holds at once, and `document`
+    those of the longest document in chunks.
     """
     return max(_chunked_bytes(shape, layout, stage, longest, held, document) for stage in ends(layout))
 

@@ -44,7 +44,7 @@ class UnlikeLayer(NamedTuple):
     Args:
         kept: bytes for each token held, if it is not recomputed.
         linear: thousandths of the linear work of a layer that is attention and a feed-forward part.
-        attends: whether the work that grows with the square of a document's length is its.
+        attends: The work that grows with the square of a document's length is this layer's.
     """
 
     kept: int
@@ -56,13 +56,20 @@ class UnlikeLayer(NamedTuple):
 class ModelChunk:
     """One model chunk (virtual stage) of a pipeline stage, in bytes for each token held of a micro-batch.
 
-    layers: of the chunk. keyed: layers with keys, those of multi-token prediction among them. recomputed: how many of
-    `layers` the user's flags recompute. kept, input: of a layer that is kept, the largest if they differ, and of one
-    that is recomputed alone. floor: of all layers by the user's flags. switched: what the first layer that is kept
-    beyond the flags adds besides, because another method of recomputation then runs (uniform units, multi-token
-    prediction). forward, working: of the layer at work in a forward and in a backward. remade: what a backward by the
-    flags needs beside `working`, if it begins with recomputed layers: what they keep until it has passed them. One that
-    begins with a kept layer has freed it before a layer is made again. unlike: every layer in order, if they differ.
+    Args:
+        layers: How many the chunk has.
+        recomputed: How many of them the user's flags recompute.
+        kept: Bytes of a layer that is kept, the largest if they differ.
+        input: Bytes of a layer that is recomputed alone.
+        floor: Bytes of all layers by the user's flags.
+        switched: Bytes that the first layer kept beyond the flags adds besides, because another method of recomputation
+            then runs (uniform units, multi-token prediction).
+        forward: Bytes of the layer at work in a forward.
+        working: The same in a backward.
+        remade: Bytes that a backward by the flags needs beside `working` if it begins with recomputed layers, which
+            keep them until it has passed. One that begins with a kept layer has freed it before a layer is made again.
+        keyed: Layers with keys, those of multi-token prediction among them.
+        unlike: Every layer in order, if they differ.
     """
 
     layers: int
@@ -95,11 +102,14 @@ class ModelChunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMemory:
-    """A pipeline stage. chunks: its model chunks.
+    """A pipeline stage, in bytes for each token held.
 
-    In bytes for each token held: ends: outside the layers (token ids, what waits for a deferred loss). loss: of logits
-    and loss at work. keys: of each layer, for a token of a document in chunks, whose keys later chunks read. attended:
-    what a layer at work needs for each earlier token of such a document.
+    Args:
+        chunks: Its model chunks.
+        ends: Bytes outside the layers (token ids, what waits for a deferred loss).
+        loss: Bytes of logits and loss at work.
+        keys: Bytes of each layer, for a token of a document in chunks, whose keys later chunks read.
+        attended: Bytes that a layer at work needs for each earlier token of such a document.
     """
 
     chunks: tuple[ModelChunk, ...]
