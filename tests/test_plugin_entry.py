@@ -282,6 +282,7 @@ SETTINGS_REFUSED = [
     ),
     ({}, {"cp_mode": "dynamic", "micro_batches_per_window": "2"}),
     ({"hybrid_layer_pattern": "G*", **SERVED}, {"cp_mode": "dynamic"}),
+    ({"hybrid_layer_pattern": "G*", **SERVED}, {"profile": "p.json"}),
     ({}, {"overlong": "chunk", "chunks": "off"}),
     ({"max_position_embeddings": 64}, {"overlong": "chunk"}),
     ({}, {"packing": "fixed-solver"}),
