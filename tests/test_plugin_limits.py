@@ -71,6 +71,17 @@ def test_less_memory_lowers_it_and_too_little_is_refused_with_a_cure(memory: Any
         fit_to_memory(training_job().with_config(WlbConfig(chunks="off")))
 
 
+def test_fixed_windows_need_room_for_one_window_not_for_one_and_a_quarter(memory: Any) -> None:
+    fixed = training_job().with_config(WlbConfig(packing="original"))
+    shape, layout = shapes(fixed)
+    one, more = (memory_needed(shape, layout, tokens) / GIB for tokens in (32768, 40960))
+    memory(more / 0.9 - 1)  # rounded down to a GiB, of which 10 % are left free
+    assert 32768 <= (fit_to_memory(fixed).max_tokens or 0) < 40960
+    memory(one / 0.9 - 1)
+    with pytest.raises(WlbError, match=r"of one window \(32768 tokens\)"):
+        fit_to_memory(fixed)
+
+
 def test_a_flag_overrides_it_and_cpus_and_experts_are_not_measured(memory: Any) -> None:
     memory(1)
     assert fit_to_memory(training_job().with_config(WlbConfig(max_tokens=60000))).max_tokens == 60000

@@ -12,6 +12,7 @@ from wlb_megatron.packing.chunks.chunk_packer import held
 from wlb_megatron.pipeline.step_law import StageRoom
 from wlb_megatron.workload.memory import (
     GIB,
+    LEAST,
     Experts,
     Layout,
     Model,
@@ -100,13 +101,14 @@ class GpuMemory:
             keys=stage_held.keys * sum(chunk.keyed for chunk in chunks),
         )
 
-    def whole(self) -> int:
-        """The longest micro-batch of whole documents that fits. WlbError if 1.25 windows do not."""
+    def whole(self, least: tuple[int, int] = LEAST) -> int:
+        """The longest micro-batch of whole documents that fits. WlbError if `least` windows (a fraction) do not."""
         return fit_max_tokens(
             *(self.shape, self.layout, self.size),
             margin=self.margin,
             window=self.window,
             alignment=self.alignment,
+            least=least,
         )
 
     def in_chunks(self) -> int:
@@ -146,6 +148,7 @@ def with_lmax(
     """The settings with Lmax filled in: 1.5 windows, or what fits if that is less. A given value stays.
 
     If not even 1.25 windows fit, micro-batches are shorter and documents train in chunks, if they can; else WlbError.
+    Fixed windows need room for one.
     memory: None: ignore memory. no_chunks: settings that cannot be combined with chunks.
     """
     if config.max_tokens is not None:
@@ -154,7 +157,8 @@ def with_lmax(
     if memory is None:
         return replace(config, max_tokens=usual)
     try:
-        return replace(config, max_tokens=min(usual, memory.whole()))
+        least = (1, 1) if config.fixed_windows else LEAST
+        return replace(config, max_tokens=min(usual, memory.whole(least)))
     except WlbError:
         shorter = 0 if _whole_alone(config, no_chunks) else memory.in_chunks()
         if shorter * LEAST_CHUNK < window:

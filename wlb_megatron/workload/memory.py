@@ -225,12 +225,13 @@ def fit_max_tokens(
     margin: float = 0.10,
     window: int,
     alignment: int,
+    least: tuple[int, int] = LEAST,
 ) -> int:
     """Lmax (tokens of a micro-batch over all its context-parallel ranks): the most that fits, a multiple of
     `alignment`, between 1.25 and 4 windows.
 
-    memory_bytes: of one GPU, of which the share `margin` is left free. window, alignment: tokens.
-    WlbError if not even 1.25 windows fit.
+    memory_bytes: of one GPU, of which the share `margin` is left free. window, alignment: tokens. least: fewest windows
+    of a micro-batch, as a fraction. WlbError if not even these fit.
     """
     if not 0 <= margin < 1:
         raise ValueError(f"margin must be at least 0 and below 1, got {margin}")
@@ -246,12 +247,13 @@ def fit_max_tokens(
         for stage in ends(layout)
     )
     tokens = min(fitting * layout.context, MOST * window) // alignment * alignment
-    if tokens * LEAST[1] < window * LEAST[0]:
-        # Rounded up to a multiple of the alignment: window 10 needs 13 tokens, with alignment 8 that is 16.
-        least = -(-window * LEAST[0] // (LEAST[1] * alignment)) * alignment
+    if tokens * least[1] < window * least[0]:
+        # Rounded up to a multiple of the alignment: 1.25 windows of 10 are 13 tokens, with alignment 8 these are 16.
+        needed = -(-window * least[0] // (least[1] * alignment)) * alignment
+        windows = "one window" if least == (1, 1) else f"{least[0] / least[1]:g} windows"
         weights = max(weight_bytes(shape, layout, stage) for stage in ends(layout))
         raise WlbError(
-            f"a micro-batch of 1.25 windows ({least} tokens) needs {memory_needed(shape, layout, least) / GIB:.1f} "
+            f"a micro-batch of {windows} ({needed} tokens) needs {memory_needed(shape, layout, needed) / GIB:.1f} "
             f"GiB a GPU, {weights / GIB:.1f} of them for weights and optimizer, but {room / GIB:.1f} GiB are there "
             f"({memory_bytes / GIB:.1f} less a margin of {margin:.0%}): raise --context-parallel-size or "
             "--tensor-model-parallel-size (with --sequence-parallel), use --recompute-granularity full or "
