@@ -125,9 +125,11 @@ def test_a_fit_finds_the_costs_that_the_times_were_made_of(costs: Costs) -> None
         assert table.rectangle_ns(sizes, keys) == pytest.approx(real.rectangle_ns(sizes, keys), rel=0.05)
     assert costs.optimizer == pytest.approx(0.01)
     assert costs.links is not None
-    for link in costs.links.values():
+    for name, link in costs.links.items():
+        # 200 bytes of a buffer pass in 1 ns; of a collective's, half are there already.
+        rate = 200 if name == "p2p" else 100
         assert link.latency == pytest.approx(20_000, rel=0.01) and link.per_byte == pytest.approx(
-            1 / 200, rel=0.01
+            1 / rate, rel=0.01
         )
 
 

@@ -55,7 +55,7 @@ class Curve:
 
 @dataclass(frozen=True, kw_only=True)
 class TransferCost:
-    """A collective or transfer takes latency + bytes * per_byte, nanoseconds."""
+    """A collective or transfer takes latency + bytes * per_byte, nanoseconds. bytes: those that pass each GPU."""
 
     latency: float
     per_byte: float
