@@ -99,7 +99,7 @@ ANALYZE = {
     "network-latency": ("1", NO_HOST),
     "activation-passes": ("99", NO_HOST),
     "ffn-passes": ("99", NO_HOST),
-    "tp-exposed": ("1", NO_HOST),
+    "tp-exposed": ("0.5", NO_HOST),
     "dp-exposed": ("1", NO_HOST),
     "host-launch": ("2", f"{WHERE_ALL_COUNTS} --chunks off"),
     "step-overhead": ("1", NO_HOST),

@@ -202,17 +202,18 @@ class LayerModel:
         full takes its forward once more; iteration.py adds that, as for attention and the host's launches."""
         shape, tp, rates = self.shape, self.layout.tensor, self.assumptions
         t = np.asarray(tokens, dtype=np.float64)
-        # Sequence parallelism: two all-gathers and two reduce-scatters of the hidden rows each way.
-        rows, wait = self._tp_row_ns(), self._tp_wait_ns()
-        exchange = rates.tp_exposed * 4 * (t * rows + wait)
+        # Sequence parallelism: two all-gathers and two reduce-scatters of the hidden rows; backward gathers the two
+        # inputs of column-parallel products once more.
+        collective = rates.tp_exposed * (t * self._tp_row_ns() + self._tp_wait_ns())
+        exchange, exchange_back = 4 * collective, 6 * collective
         if self.costs is not None:
             forward, backward = self.costs.layer.at(t)
-            return Times(forward + exchange, backward + exchange)
+            return Times(forward + exchange, backward + exchange_back)
         products = t * (2 * shape.layer_parameters / tp / rates.matmul_rate * 1e9)
         widths = rates.activation_passes * shape.hidden + rates.ffn_passes * shape.ffn
         elements = t * (2 * widths / tp / rates.memory_rate * 1e9)
         weights = rates.weight_traffic * shape.layer_parameters / tp / rates.memory_rate * 1e9
-        return Times(products + elements + exchange, 2 * products + 2 * elements + weights + exchange)
+        return Times(products + elements + exchange, 2 * products + 2 * elements + weights + exchange_back)
 
     def embedding(self, tokens: npt.ArrayLike) -> Times:
         """Look-up on the first stage (ns): reads and writes rows; tensor ranks reduce-scatter them."""

@@ -30,7 +30,9 @@ class Assumptions:
         3, "the same for rows of ffn-hidden-size, in the activation function (count)"
     )
     tp_exposed: float = _assumed(
-        0.3, "tensor parallelism's communication that matrix products do not hide (share, 0 to 1)"
+        1.0,
+        "tensor parallelism's communication that matrix products do not hide; less with --tp-comm-overlap (share, 0 to "
+        "1)",
     )
     dp_exposed: float = _assumed(
         0.0,
@@ -108,6 +110,8 @@ H200: dict[str, Any] = {
     "memory_rate": 3.3e12,
     "weight_traffic": 13.0,
     "logit_traffic": 40.0,
+    "nvlink_rate": 245e9,
 }
 """Fitted to layers of 2048 to 8192 on one H200, of one to eight tensor-parallel ranks (docs/results/1x_h200/
-layer_rates.jsonl): 2K to 32K tokens within 10 %, in mean 3 %. Matrix products run at 580 to 785 TFLOP/s."""
+layer_rates.jsonl): 2K to 32K tokens within 10 %, in mean 3 %. Matrix products run at 580 to 785 TFLOP/s. NVLink's rate
+is that of an all-gather or reduce-scatter of two GPUs (docs/results/2x_h200/profile_2048.json, in its samples)."""
