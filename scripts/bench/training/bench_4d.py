@@ -7,12 +7,12 @@ TP,CP,PP,DP. Schemes: stock (Megatron without the plugin and without a document 
 compare), plain (arrival order, per-sequence, right mask), greedy (balanced windows), paper (two outlier queues released
 when full, per-document shards), one, two, four (whole documents, so many micro-batches a window), whole (whole
 documents, as many micro-batches as the plan wants), nodelay (that, none delayed), chunks (long documents in chunks),
-ours (the defaults).
+ours (the defaults). Endings: none (no layer is recomputed), full (all, by the flags), vpp2 (two virtual stages).
 
 All have the same data, seed and global batch. A run's log, its figures of each iteration and the table are written as
 it ends, so that a call cut short keeps what it has; run again with other --layouts, the table takes in what is there.
-At equal work: by tokens and what their attention weighs, a second (plain windows cut documents, and balanced runs hold
-some back: a token is not the same work in each).
+Against plain: the fastest of those that are there. At equal work: by tokens and what their attention weighs, a second
+(plain windows cut documents, and balanced runs hold some back: a token is not the same work in each).
 """
 
 from __future__ import annotations
@@ -44,6 +44,9 @@ SHOWN = (
 )
 """Columns of the printed table."""
 
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+TWO_STAGES = ["--num-virtual-stages-per-pipeline-rank", "2"]
+
 LAYOUTS = {
     8: ["1,2,4,1", "2,2,2,1", "1,4,2,1", "1,8,1,1", "2,1,4,1", "1,1,4,2"],
     4: ["1,2,2,1", "1,1,4,1", "1,4,1,1", "1,2,1,2", "2,1,2,1", "2,2,1,1"],
@@ -70,13 +73,15 @@ def schemes(window: int) -> dict[str, list[str]]:
         "chunks": ["--wlb-chunks", "on"],
         "ours": [],
         # Recomputation: static flags, and what each step cannot keep on a GPU with so much memory.
+        "plain-none": PLAIN,
+        "plain-none-vpp2": [*PLAIN, *TWO_STAGES],
         "plain-full": [*PLAIN, "--wlb-recompute", "off"],
         **{
             f"plain-block{layers}": [*PLAIN, "--wlb-recompute", "off", *_block(layers)]
             for layers in range(1, 17)
         },
         "ours-full": ["--wlb-recompute", "off"],
-        "ours-vpp2": ["--num-virtual-stages-per-pipeline-rank", "2"],
+        "ours-vpp2": TWO_STAGES,
         "ours-80": ["--wlb-gpu-memory", "74.5"],
         "ours-80-full": ["--wlb-gpu-memory", "74.5", "--wlb-recompute", "off"],
     }
@@ -113,7 +118,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument(
         "--extra",
-        default="--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        default=RECOMPUTE,
         help="further flags for every run (default: full recompute)",
     )
     parser.add_argument("--model", choices=MODELS, default="2048", help="kind of layers (default: 2048 wide)")
@@ -158,6 +163,8 @@ def measure(layout: str, scheme: str, prefix: Path, options: argparse.Namespace)
     """Train a scheme in a layout, keep its figures, and print the table of all that are there."""
     label = f"{layout.replace(',', '-')}_{scheme}"
     flags = flags_of(layout) + schemes(options.seq_length)[scheme]
+    if "none" in scheme:
+        options = argparse.Namespace(**{**vars(options), "extra": options.extra.replace(RECOMPUTE, "")})
     result = {
         "layout": layout,
         "scheme": scheme,
@@ -183,10 +190,11 @@ def table(options: argparse.Namespace) -> None:
         for what in ("tokens_per_s_gpu", "work_per_s_gpu")
     )
     for line in lines:
-        plain = speed.get((line["layout"], "plain"))
-        line["against_plain"] = line["tokens_per_s_gpu"] / plain if plain else None
-        plain = worked.get((line["layout"], "plain"))
-        line["at_equal_work"] = line["work_per_s_gpu"] / plain if plain else None
+        for name, figures in (("against_plain", speed), ("at_equal_work", worked)):
+            plain = [
+                figures[key] for key in figures if key[0] == line["layout"] and key[1].startswith("plain")
+            ]
+            line[name] = figures[line["layout"], line["scheme"]] / max(plain) if plain else None
         line["gpu"] = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU"
         line["torch"] = torch.__version__
     write_csv(options.out / "bench_4d.csv", lines)

@@ -13,9 +13,8 @@ import argparse
 from pathlib import Path
 
 from scripts.bench.start import add_corpus, add_training, corpus, new_parser
-from scripts.bench.training.bench_4d import measure
+from scripts.bench.training.bench_4d import RECOMPUTE, measure
 
-RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 WINDOW = 65536
 KINDS = {"full": RECOMPUTE, "none": ""}
 SETTINGS = ["2:none:8:one,ours", "4:none:8:one,ours", "2:full:8:one,ours", "4:full:8:one,ours"]
