@@ -12,16 +12,16 @@ from wlb_megatron.errors import installed_version
 from wlb_megatron.refusals import Refused
 
 TRIED_MEGATRON = {
-    "core_r0.16.0": "3f3bea155db0bebc",
-    "0.17.1": "08e00ef1f546c73b",
-    "core_r0.17.0": "08e00ef1f546c73b",
-    "0.18.2": "ee2eed5660636929",
-    "core_r0.18.0": "ee2eed5660636929",
-    "0.19.2": "d701312ce436813e",
-    "core_r0.19.0": "999915d731a8754a",
-    "main": "e9cb7e7d724fa52e",
-    "main after pull request 6742": "01f7f7558238ec0c",
-    "dev": "3596f055fba8283c",
+    "core_r0.16.0": "dff3e184f06f02b3",
+    "0.17.1": "a0afa0149fa8d4a1",
+    "core_r0.17.0": "a0afa0149fa8d4a1",
+    "0.18.2": "9a81b03def7d4b42",
+    "core_r0.18.0": "9a81b03def7d4b42",
+    "0.19.2": "9220e05e028535ef",
+    "core_r0.19.0": "de590ad18c181c76",
+    "main": "f10a215ae7cd718b",
+    "main after pull request 6742": "ffb0e6f85f06d5f3",
+    "dev": "c3632e9f481165b9",
 }
 """Megatrons whose training loop has run with the plugin (scripts/check_versions.sh): PyPI's wheels and branches at the
 commits that docs/support.md names, with their sources_digest. A version number alone tells nothing: forks keep it."""
@@ -43,6 +43,12 @@ _MEANINGS = (
     "core/distributed/torch_fully_sharded_data_parallel.py",
     "core/models/common/language_module/language_module.py",
     "core/models/gpt/gpt_model.py",
+    "core/models/hybrid/hybrid_block.py",  # from 0.18
+    "core/models/hybrid/hybrid_model.py",  # from 0.18
+    "core/ssm/gated_delta_net.py",  # to 0.18
+    "core/ssm/gated_delta_net/common.py",  # from 0.19
+    "core/ssm/gated_delta_net/gdn.py",  # from 0.19
+    "core/ssm/mamba_context_parallel.py",
     "core/tensor_parallel/cross_entropy.py",
     "core/tensor_parallel/mappings.py",
     "core/tensor_parallel/random.py",  # recomputation before 0.18, and random states
