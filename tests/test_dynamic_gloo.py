@@ -112,7 +112,7 @@ def agree_on_plans(rank: int, world: int) -> None:
     from wlb_megatron.plugin.micro_batches.planning import ShardSettings, plan_iterations
     from wlb_megatron.plugin.plans.dynamic import DynamicSettings, plan_groups
     from wlb_megatron.plugin.plans.planning_process import GroupPlanner
-    from wlb_megatron.plugin.ranks.plan_store import PlanStore
+    from wlb_megatron.plugin.ranks.stores import PlanStore
 
     asked = itertools.count()
     shards = ShardSettings(dp_rank=rank, cp_size=1, alignment=1, sharding="adaptive", table=h100())
@@ -191,13 +191,13 @@ def test_rank_0_s_failure_to_plan_reaches_the_others_who_would_wait_for_it(
 ) -> None:
     """They draw the next step's micro-batches in the middle of one, in whose collectives rank 0 waits for them."""
     from wlb_megatron.plugin.plans import dynamic as module
-    from wlb_megatron.plugin.ranks.plan_store import PlanStore, Signer
+    from wlb_megatron.plugin.ranks.stores import PlanStore
 
     def fails(*_: object) -> Outcome:
         raise MemoryError("no plan")
 
     notes = PlanStore.__new__(PlanStore)
-    notes._store, notes._signer = dist.HashStore(), Signer(b"secret")
+    notes._store = dist.HashStore()
     cost = group_cost(h100(), 300.0, STAGE.sizes)
     settings = module.DynamicSettings(cost.sizes, cost.tables, fails, 0, lambda: False, notes)
     for rank, error, says in ((0, MemoryError, "no plan"), (1, RuntimeError, "rank 0 could not make a plan")):

@@ -14,7 +14,7 @@ from megatron_runs import free_port
 
 from wlb_megatron.errors import WlbError
 from wlb_megatron.plugin.micro_batches.iterators import MicroBatchIterator
-from wlb_megatron.plugin.ranks import failures
+from wlb_megatron.plugin.ranks import stores
 from wlb_megatron.refusals import RefusedHere
 
 
@@ -33,13 +33,13 @@ class Loader:
 
 def one_of_two(rank: int, port: int, out: Path, failing: int) -> None:
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    failures.begin()
+    stores.share_failures()
     if rank == failing:
         with pytest.raises(RefusedHere, match=r"^wlb_megatron: error: the disk is gone$"):
             next(MicroBatchIterator(Loader(WlbError("the disk is gone"))))  # type: ignore[arg-type]
         os._exit(0)
     with pytest.raises(RefusedHere) as refused:
-        failures.with_others_lines(lambda: dist.all_reduce(torch.ones(1)))
+        stores.with_others_lines(lambda: dist.all_reduce(torch.ones(1)))
     (out / "line").write_text(str(refused.value))
     os._exit(0)
 
@@ -60,13 +60,13 @@ def test_the_other_ranks_end_with_the_line_of_the_one_that_failed(
 
 def an_own_error(rank: int, port: int) -> None:
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=1)
-    failures.begin()
+    stores.share_failures()
 
     def fails() -> None:
         raise RuntimeError("an error of its own")
 
     with pytest.raises(RuntimeError, match="an error of its own"):
-        failures.with_others_lines(fails)
+        stores.with_others_lines(fails)
 
 
 def test_a_ranks_own_error_keeps_its_stack() -> None:

@@ -17,7 +17,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from wlb_megatron.errors import WlbError
 from wlb_megatron.plugin.micro_batches.loaded import LoadedMicroBatch
 from wlb_megatron.plugin.micro_batches.planning import PlannedIteration
-from wlb_megatron.plugin.ranks import failures
+from wlb_megatron.plugin.ranks import stores
 from wlb_megatron.refusals import RefusedHere
 
 SHARED_MEMORY_FULL = (
@@ -86,10 +86,10 @@ class MicroBatchIterator:
         except WlbError as error:
             # A worker's error comes with its stack in front of its line.
             line = str(error).strip().splitlines()[-1].removeprefix(f"{WlbError.__module__}.WlbError: ")
-            failures.tell(line)
+            stores.tell_failure(line)
             raise RefusedHere(line) from None
         except Exception:
-            failures.tell("it cannot draw its next micro-batch, and its own error says why")
+            stores.tell_failure("it cannot draw its next micro-batch, and its own error says why")
             raise
         return micro_batch
 

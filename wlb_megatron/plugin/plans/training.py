@@ -28,8 +28,7 @@ from wlb_megatron.plugin.plans.planning_process import check_alive, in_a_process
 from wlb_megatron.plugin.plans.rank_settings import rank_layout, rank_loader, reporting, shard_settings
 from wlb_megatron.plugin.plans.resume import remember
 from wlb_megatron.plugin.plans.source import Source
-from wlb_megatron.plugin.ranks import failures
-from wlb_megatron.plugin.ranks.plan_store import common_store
+from wlb_megatron.plugin.ranks import stores
 from wlb_megatron.plugin.step import recomputation
 from wlb_megatron.plugin.step.rehearsal import longest_micro_batches
 from wlb_megatron.refusals import Refused
@@ -44,7 +43,7 @@ def training_iterator(source: Source, agreement: PlanAgreement) -> MicroBatchIte
     from megatron.training import get_args, print_rank_0
 
     job = source.job
-    spans, traced = common_store("trace"), _traced(source)
+    spans, traced = stores.common_store("trace"), _traced(source)
     remember(source, source.planner.snapshot())
     line = recomputation.begin(
         recompute_memory(job),
@@ -57,7 +56,7 @@ def training_iterator(source: Source, agreement: PlanAgreement) -> MicroBatchIte
     if line:
         print_rank_0(f"> wlb_megatron: {line}")
     settings, layout = reporting(shard_settings(source), source), rank_layout(source)
-    failures.begin()
+    stores.share_failures()
     plan_ahead = _plan_ahead(source, settings)
     sampler = MicroBatchSampler(plan_ahead, partial(agreement.see, dp_rank=settings.dp_rank))
     latest: int | None = None
