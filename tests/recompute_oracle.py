@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import product
 
+from wlb_megatron.pipeline.kept_layers import Load
 from wlb_megatron.pipeline.orders import Step
-from wlb_megatron.recompute.kept_layers import Load
 from wlb_megatron.workload.stage_memory import ModelChunk, StageMemory
 
 Numbers = Sequence[Sequence[int]]

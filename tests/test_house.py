@@ -20,7 +20,6 @@ FLOORS = (
         "documents",
         "sft",
         "pipeline",
-        "recompute",
         "packing",
         "sharding",
         "dynamic",

@@ -14,8 +14,7 @@ from packing_oracle import QUICK_PACKINGS
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
 from wlb_megatron.inspect_plans import inspect_plans
-from wlb_megatron.recompute.kept_layers import Load
-from wlb_megatron.recompute.step_layers import stage_orders
+from wlb_megatron.pipeline.kept_layers import Load, stage_orders
 from wlb_megatron.registry import SHARDINGS
 from wlb_megatron.workload.stage_memory import ModelChunk, StageMemory
 

@@ -77,7 +77,7 @@ def job(flags: str = "") -> Job:
 )
 def test_the_commands_know_trainings_limits_of_chunks(flags: str, megatron: dict[str, object]) -> None:
     pytest.importorskip("megatron.core")
-    from wlb_megatron.plugin.flags.trainer import trainer_of
+    from wlb_megatron.plugin.flags.training_job import trainer_of
 
     trained = trainer_of(SimpleNamespace(**{**MEGATRON, **megatron}))
     assert job(flags).trainer == replace(trained, release=None)

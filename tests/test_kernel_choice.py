@@ -18,7 +18,6 @@ from wlb_megatron.attention import core_attention
 from wlb_megatron.attention.kernels import kernel_choice
 from wlb_megatron.attention.kernels.kernel_choice import Layer, chosen, describe
 from wlb_megatron.errors import WlbError
-from wlb_megatron.plugin.model.kernels import kernels_of
 from wlb_megatron.profiler.profile_command import _backend
 from wlb_megatron.registry import KERNELS
 from wlb_megatron.workload.profile import ProfiledModel
@@ -180,11 +179,11 @@ def test_the_flags_say_beforehand_which_kernels_the_model_gets(
     on_hopper: None, installed: Callable[..., None]
 ) -> None:
     installed()
-    assert kernels_of(training_job()) == ("fa4", "")
-    assert kernels_of(training_job(kv_channels=260))[0] == "cudnn"
+    assert training_job().kernels() == ("fa4", "")
+    assert training_job(kv_channels=260).kernels()[0] == "cudnn"
     with pytest.raises(WlbError, match="not 260"):
-        kernels_of(training_job(kv_channels=260, wlb_kernels="fa4"))
+        training_job(kv_channels=260, wlb_kernels="fa4").kernels()
     latent = {"q_lora_rank": None, "kv_lora_rank": 512, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64}
     latent |= {"multi_latent_attention": True, "v_head_dim": 128, "wlb_kernels": "fa4"}
-    assert kernels_of(training_job(**latent)) == ("fa4", "")
-    assert kernels_of(training_job(**latent, transformer_impl="local")) == ("torch", "")
+    assert training_job(**latent).kernels() == ("fa4", "")
+    assert training_job(**latent, transformer_impl="local").kernels() == ("torch", "")

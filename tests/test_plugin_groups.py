@@ -20,8 +20,8 @@ from wlb_megatron.attention.key_cache import KeyCache, cached_bytes
 from wlb_megatron.packing.chunks.chunk_limits import Trainer
 from wlb_megatron.pipeline.orders import grouped_orders
 from wlb_megatron.plan import IterationPlan, MicroBatch, Piece
-from wlb_megatron.plugin.flags import trainer
-from wlb_megatron.plugin.flags.trainer import trainer_of
+from wlb_megatron.plugin.flags import training_job
+from wlb_megatron.plugin.flags.training_job import trainer_of
 from wlb_megatron.plugin.micro_batches import planning
 from wlb_megatron.plugin.step import grouped_steps
 from wlb_megatron.plugin.step.pipeline_shapes import transfer_orders
@@ -321,7 +321,7 @@ def test_settings_that_chunks_cannot_be_trained_with_are_told_with_a_cure(
         assert trainer_with().chunks_refused() == []
     by_document = {"num_experts": 4, "moe_router_load_balancing_type": ["seq_aux_loss", "global_aux_loss"]}
     assert trainer_with(**by_document).chunks_refused() == []
-    monkeypatch.setattr(trainer, "megatron_version", lambda: "0.16.2")
+    monkeypatch.setattr(training_job, "megatron_version", lambda: "0.16.2")
     ((refused, _),) = trainer_with().chunks_refused()
     assert refused.startswith("megatron-core 0.16.2")
     assert trainer_with(pipeline_model_parallel_size=1).chunks_refused() == []

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wlb_megatron.packing.memory_limits import GpuMemory
+from wlb_megatron.pipeline.kept_layers import KeptLayers, Load
 from wlb_megatron.pipeline.step_law import StageRoom, StepLaw, most_held
-from wlb_megatron.recompute.kept_layers import KeptLayers, Load
 from wlb_megatron.refusals import RefusedHere
 from wlb_megatron.simulator.model import LayerModel
 from wlb_megatron.workload.memory import (

@@ -8,16 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from recompute_oracle import by_the_flags, held_bytes, most_saved, saved_work
 
-from wlb_megatron.pipeline.orders import Step
-from wlb_megatron.plan import MicroBatch, Piece
-from wlb_megatron.recompute.kept_layers import Load, floor_peak, plan_kept_layers
-from wlb_megatron.recompute.step_layers import (
+from wlb_megatron.pipeline.kept_layers import (
+    Load,
+    floor_peak,
     joined_loads,
     loads_of,
+    plan_kept_layers,
     plan_step_layers,
     recomputed_array,
     stage_orders,
 )
+from wlb_megatron.pipeline.orders import Step
+from wlb_megatron.plan import MicroBatch, Piece
 from wlb_megatron.workload.stage_memory import ModelChunk, StageMemory, UnlikeLayer
 
 Case = tuple[list[Step], list[Load], StageMemory]

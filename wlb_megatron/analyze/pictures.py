@@ -12,8 +12,8 @@ from wlb_megatron.analyze.comparison import Analysis
 from wlb_megatron.analyze.measure import Measured
 from wlb_megatron.documents.blocks import Lengths, blocks
 from wlb_megatron.errors import WlbError, install
+from wlb_megatron.pipeline.kept_layers import recomputed_array
 from wlb_megatron.plan import IterationPlan, MicroBatch
-from wlb_megatron.recompute.step_layers import recomputed_array
 from wlb_megatron.report.timeline import Drawn, draw_timelines
 from wlb_megatron.simulator.iteration import recomputed_by_flags
 from wlb_megatron.whole_files import renamed_at_end

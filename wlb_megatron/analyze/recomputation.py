@@ -6,9 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from wlb_megatron.analyze.candidates import with_recompute
+from wlb_megatron.pipeline.kept_layers import (
+    KeptLayers,
+    floor_peak,
+    joined_loads,
+    loads_of,
+    recomputed_array,
+    stage_orders,
+)
 from wlb_megatron.plan import IterationPlan
-from wlb_megatron.recompute.kept_layers import KeptLayers, floor_peak
-from wlb_megatron.recompute.step_layers import joined_loads, loads_of, recomputed_array, stage_orders
 from wlb_megatron.simulator.iteration import simulate
 from wlb_megatron.simulator.job import DEFAULT_GIB, Job, Run
 

@@ -31,7 +31,6 @@ from wlb_megatron.plugin.flags.refusal_printing import checked, refuse, say
 from wlb_megatron.plugin.flags.training_job import TrainingJob
 from wlb_megatron.plugin.job_state import part
 from wlb_megatron.plugin.logs.reporting import check_outputs
-from wlb_megatron.plugin.model.kernels import kernels_of
 from wlb_megatron.plugin.plans.cost_settings import complete
 from wlb_megatron.plugin.plans.source import Source, open_sources
 from wlb_megatron.plugin.sft.indexed import with_targets
@@ -192,7 +191,7 @@ def _open(args: Any, full_validation: bool) -> OpenedJob:
         if not dry:
             try_transformer_engine(job)
             try_delta_nets(job)
-            kernels_of(job)
+            job.kernels()
         job = with_targets(job, say)
         job = job.with_config(fit_to_memory(job))
         return OpenedJob(job, open_sources(job), args.save)

@@ -9,9 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from wlb_megatron.packing.memory_limits import GpuMemory
+from wlb_megatron.pipeline.kept_layers import KeptLayers, loads_of, plan_step_layers, recomputed_array
 from wlb_megatron.plan import IterationPlan
-from wlb_megatron.recompute.kept_layers import KeptLayers
-from wlb_megatron.recompute.step_layers import loads_of, plan_step_layers, recomputed_array
 from wlb_megatron.sharding.cut import cut_plans, orders_of
 from wlb_megatron.simulator.iteration import Orders, Shards, Simulated, simulate
 from wlb_megatron.simulator.model import LayerModel

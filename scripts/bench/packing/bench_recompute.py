@@ -9,8 +9,7 @@ import random
 import time
 from statistics import median
 
-from wlb_megatron.recompute.kept_layers import Load, plan_kept_layers
-from wlb_megatron.recompute.step_layers import stage_orders
+from wlb_megatron.pipeline.kept_layers import Load, plan_kept_layers, stage_orders
 from wlb_megatron.workload.memory import GIB
 from wlb_megatron.workload.stage_memory import ModelChunk, StageMemory
 

@@ -30,8 +30,7 @@ import numpy as np
 from scripts.bench.start import LAYERS_8B, TRAINING, environment, new_parser
 from scripts.environment import cpu_environment
 from scripts.warm_ranks import WarmRanks
-from wlb_megatron.recompute.kept_layers import Load, floor_peak
-from wlb_megatron.recompute.step_layers import stage_orders
+from wlb_megatron.pipeline.kept_layers import Load, floor_peak, stage_orders
 from wlb_megatron.report.table import write_csv
 from wlb_megatron.simulator.lengths import long_tailed
 from wlb_megatron.workload.memory import (

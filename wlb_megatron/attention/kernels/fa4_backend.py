@@ -25,7 +25,7 @@ from flash_attn.cute import interface
 from torch import Tensor
 
 from wlb_megatron.attention.device_layout import DeviceCall
-from wlb_megatron.attention.kernels.fa4_shapes import narrow_values
+from wlb_megatron.attention.kernels.kernel_choice import narrow_values
 from wlb_megatron.attention.pairs import apart
 
 LEAST_LONGEST = 512

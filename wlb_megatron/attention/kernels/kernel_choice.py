@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from wlb_megatron.attention.kernels.fa4_shapes import narrow_values
 from wlb_megatron.errors import WlbError, install
 from wlb_megatron.registry import KERNELS, USUAL_KERNELS, load
 
@@ -105,6 +104,14 @@ def unfit_for_fa4(layer: Layer) -> str | None:
     if layer.grouped and v_dim != dim and narrow_values(dim, v_dim):
         return f"its backward takes no values of {v_dim} channels beside grouped keys of {dim}"
     return None
+
+
+def narrow_values(dim: int, v_dim: int) -> bool:
+    """Whether FlashAttention-4 takes values narrower than keys without padding.
+
+    Only DeepSeek's sizes were tested. Other values are padded with zeros.
+    """
+    return (dim, v_dim) == (192, 128)
 
 
 def kernels(name: str, deterministic: bool = False) -> Any:

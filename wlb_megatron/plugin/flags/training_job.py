@@ -6,23 +6,25 @@ Who needs that reads it from Megatron where it stands, and hands it on as a valu
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from types import CodeType
 from typing import Any
 
+from wlb_megatron.attention.kernels import kernel_choice
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.packing.chunks.chunk_limits import Trainer
 from wlb_megatron.plugin.flags.batch_sizes import BatchSizes
 from wlb_megatron.plugin.flags.data_paths import DataPaths, FineTuning
-from wlb_megatron.plugin.flags.job_profile import profile_of
 from wlb_megatron.plugin.flags.memory_flags import MemoryFlags
-from wlb_megatron.plugin.flags.rank_counts import layout_of
-from wlb_megatron.plugin.flags.trained_model import TrainedModel, layer_kinds
-from wlb_megatron.plugin.flags.trainer import trainer_of
-from wlb_megatron.refusals import one_length
+from wlb_megatron.plugin.flags.trained_model import TrainedModel, balancing_of, layer_kinds
+from wlb_megatron.plugin.flags.versions import megatron_version
+from wlb_megatron.refusals import delta_nets, one_length
 from wlb_megatron.sharding.alignment import multiple
 from wlb_megatron.workload.costs import Costs
 from wlb_megatron.workload.memory import Layout
-from wlb_megatron.workload.profile import Profile
+from wlb_megatron.workload.profile import Profile, read_profile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,6 +165,27 @@ class TrainingJob:
             f"{-(-window // shares) * shares}"
         )
 
+    def kernels(self) -> tuple[str, str]:
+        """The name of --wlb-kernels' kernels (of registry.KERNELS, or "torch"), and a line on why not the preferred
+        ones, as the flags say it before the model is built.
+
+        Of layers of another shape (heterogeneous models) each decides for itself. WlbError if those
+        of --wlb-kernels cannot be.
+        """
+        model = self.model
+        if model.implementation != "transformer_engine":
+            return "torch", ""
+        import torch  # not for the process that plans
+
+        layer = kernel_choice.Layer(
+            dim=model.head_dim,
+            v_dim=model.value_dim,
+            grouped=model.kv_heads != model.heads,
+            dtype=model.dtype,
+            capability=torch.cuda.get_device_capability(self.device.index) if self.device.on_gpu else None,
+        )
+        return kernel_choice.chosen(self.given.kernels, layer)
+
     def with_config(self, config: WlbConfig) -> TrainingJob:
         """The same with these settings."""
         return replace(self, config=config)
@@ -176,3 +199,97 @@ def _recomputed_blocks(args: Any) -> int | None:
     if args.recompute_method != "block":
         return None
     return max(1, (args.recompute_num_layers or 1) * layer_kinds(args)[0] // args.num_layers)
+
+
+def layout_of(args: Any) -> Layout:
+    """args: Megatron's validated arguments. What memory alone depends on is in MemoryFlags."""
+    return Layout(
+        tensor=args.tensor_model_parallel_size,
+        context=args.context_parallel_size,
+        pipeline=args.pipeline_model_parallel_size,
+        data=args.data_parallel_size,
+        virtual=args.virtual_pipeline_model_parallel_size or 1,
+        group=getattr(args, "microbatch_group_size_per_vp_stage", None),
+        sequence=args.sequence_parallel,
+        distributed_optimizer=bool(args.use_distributed_optimizer),
+        reduce_overlaps=bool(getattr(args, "overlap_grad_reduce", False)),
+        gather_overlaps=bool(getattr(args, "overlap_param_gather", False)),
+    )
+
+
+def profile_of(path: str | None, model: TrainedModel, tensor: int) -> Profile | None:
+    """The job's profile, or None without a path. WlbError where it is of another model, or cannot be read.
+
+    tensor: tensor-parallel size.
+    """
+    if path is None:
+        return None
+    profile = read_profile(path)
+    profile.refuse_other(
+        {
+            "hidden": model.hidden,
+            "ffn": model.ffn,
+            "experts": model.experts and model.experts.memory,
+            "heads": model.heads,
+            "kv_heads": model.kv_heads,
+            "head_dim": model.head_dim,
+            "gated": model.gated,
+            "tp": tensor,
+        }
+    )
+    return profile
+
+
+def trainer_of(args: Any) -> Trainer:
+    """args: Megatron's validated arguments; what a release does not know is taken as not given."""
+    # Imported here, because it imports torch, which the process that plans has no use for.
+    from megatron.core.transformer.transformer_block import TransformerBlock
+
+    def setting(name: str) -> Any:
+        return getattr(args, name, None)
+
+    return Trainer(
+        stages=args.pipeline_model_parallel_size,
+        tensor=args.tensor_model_parallel_size,
+        experts=setting("num_experts") or 0,
+        expert=args.expert_model_parallel_size or 1,
+        expert_tensor=args.expert_tensor_parallel_size,
+        balancing=balancing_of(args),
+        shards_weights=bool(setting("use_megatron_fsdp") or setting("use_torch_fsdp2")),
+        shares_scales=_shares_scales(setting),
+        mtp=setting("mtp_num_layers") or 0,
+        offloads=bool(setting("fine_grained_activation_offloading")),
+        interleaves=bool(setting("virtual_pipeline_model_parallel_size")),
+        offloads_layers=bool(setting("cpu_offloading") or setting("cpu_offloading_num_layers")),
+        replays_routes=bool(setting("moe_enable_routing_replay")),
+        release=megatron_version(),
+        # Where the block has this function itself (0.17, dev). megatron.core.recompute (0.18, main) hands the mask on.
+        hides_padding=hasattr(TransformerBlock, "_checkpointed_forward"),
+        delta_nets=delta_nets(args),
+        unknown_schedule=bool(setting("virtual_pipeline_model_parallel_size"))
+        and not _interleaves_as_known(),
+    )
+
+
+def _shares_scales(setting: Callable[[str], Any]) -> bool:
+    """Whether FP8 may reduce the largest values over data-parallel ranks in each forward and backward.
+
+    Delayed scaling does, over tensor-, data- and context-parallel ranks (Megatron's get_amax_reduction_group), or over
+    tensor- and context-parallel ones with `tp_only_amax_red`, which is no flag but a setting of some forks. A custom
+    recipe, of all layers or of some, may. The other recipes stay within tensor-parallel ranks.
+    """
+    delayed_scaling = setting("fp8") and setting("fp8_recipe") in (None, "delayed", "custom")
+    return bool((delayed_scaling and not setting("tp_only_amax_red")) or setting("te_precision_config_file"))
+
+
+def _interleaves_as_known() -> bool:
+    """Whether this Megatron's interleaved loop still calls what is replaced here, by the names of its code."""
+    from megatron.core.pipeline_parallel import schedules
+
+    def names(code: CodeType) -> set[str]:
+        nested = (names(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+        return set(code.co_names).union(*nested)
+
+    loop = inspect.unwrap(schedules.forward_backward_pipelining_with_interleaving)
+    called = {"get_pp_rank_microbatches", "get_schedule_table", "forward_step", "backward_step"}
+    return called <= names(loop.__code__)

@@ -17,12 +17,12 @@ from wlb_megatron.packing.memory_limits import GpuMemory
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.saved_pieces import Waiting
 from wlb_megatron.packing.varlen.assign import in_given_order
+from wlb_megatron.pipeline.kept_layers import loads_of, plan_step_layers, recomputed_array
 from wlb_megatron.plan import IterationPlan
 from wlb_megatron.plugin.flags.trained_model import LARGE_VOCABULARY
 from wlb_megatron.plugin.flags.training_job import TrainingJob
 from wlb_megatron.plugin.logs.reporting import never_fatal
 from wlb_megatron.plugin.micro_batches.planning import ShardSettings
-from wlb_megatron.recompute.step_layers import loads_of, plan_step_layers, recomputed_array
 from wlb_megatron.sharding.cut import cut, orders_of, pad
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.simulator.calibration import with_links

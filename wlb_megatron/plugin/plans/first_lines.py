@@ -14,7 +14,6 @@ from wlb_megatron.packing.packer import read_per_window
 from wlb_megatron.packing.varlen.varlen_packer import VarlenPacker
 from wlb_megatron.plugin.flags.limits import recompute_memory
 from wlb_megatron.plugin.flags.training_job import TrainingJob
-from wlb_megatron.plugin.model.kernels import kernels_of
 from wlb_megatron.plugin.plans.source import Source
 from wlb_megatron.registry import KERNELS
 from wlb_megatron.workload.cost_model import UNITS_PER_TOKEN
@@ -45,7 +44,7 @@ def first_lines(source: Source, backend: str, steps: int | None = None) -> Itera
         yield from _of_recomputation(source)
     if job.profile is not None:
         yield _of_profile(job.profile, job)
-    elif (name := kernels_of(job)[0]) in KERNELS and name != backend:
+    elif (name := job.kernels()[0]) in KERNELS and name != backend:
         yield (
             f"planning with {label(backend)}'s kernel times: {label(name)}'s are not built in; wlb-megatron profile "
             "measures them"
@@ -120,7 +119,7 @@ def _of_profile(profile: Profile, job: TrainingJob) -> str:
             f"; its host is another ({profile.host}, here {here}): if this one launches more slowly, steps take longer "
             f"than predicted. To replace {profile.path}, run wlb-megatron profile on a machine of this cluster"
         )
-    kernels, _ = kernels_of(job)
+    kernels, _ = job.kernels()
     if kernels in KERNELS and profile.costs.table.backend != kernels:
         theirs = label(profile.costs.table.backend)
         line += f"; its attention is by {theirs}'s kernels, this job's by {label(kernels)}'s"

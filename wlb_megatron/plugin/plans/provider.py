@@ -11,7 +11,6 @@ from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.choices import began_otherwise, saved_choices
 from wlb_megatron.plugin.micro_batches.iterators import EvaluationIterator, RepeatedIterations
 from wlb_megatron.plugin.micro_batches.planning import plan_iterations
-from wlb_megatron.plugin.model.kernels import kernels_of
 from wlb_megatron.plugin.plans import checkpoint
 from wlb_megatron.plugin.plans.agreement import PlanAgreement
 from wlb_megatron.plugin.plans.data import MicroBatchSampler
@@ -90,7 +89,7 @@ def _agree(sources: dict[str, Source]) -> PlanAgreement:
     agreement, first = PlanAgreement(), next(iter(sources.values()))
     settings = shard_settings(first)
     states = [json.dumps(source.planner.state(), sort_keys=True) for source in sources.values()]
-    decisive = settings.table.to_json(), settings.sharding, first.config.cp_mode, kernels_of(first.job)[0]
+    decisive = settings.table.to_json(), settings.sharding, first.config.cp_mode, first.job.kernels()[0]
     agreement.begin(*decisive, *states)
     return agreement
 

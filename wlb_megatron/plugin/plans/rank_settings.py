@@ -15,7 +15,6 @@ from wlb_megatron.plugin.flags.limits import recompute_memory
 from wlb_megatron.plugin.logs.prediction import in_arrival_order, predictor
 from wlb_megatron.plugin.micro_batches.loaded import Layout, LoadedMicroBatch
 from wlb_megatron.plugin.micro_batches.planning import ShardSettings, nothing_counted
-from wlb_megatron.plugin.model.kernels import kernels_of
 from wlb_megatron.plugin.plans.agreement import shared_gpu
 from wlb_megatron.plugin.plans.cost_settings import cost_model
 from wlb_megatron.plugin.plans.data import MicroBatchSampler, make_loader, read_ahead
@@ -56,7 +55,7 @@ def shard_settings(source: Source) -> ShardSettings:
     from megatron.core import parallel_state
 
     job, model, tp = source.job, source.job.model, source.job.sizes.tensor
-    kernels, _ = kernels_of(job)
+    kernels, _ = job.kernels()
     if job.costs is not None:
         table = job.costs.table
     elif job.device.on_gpu:

@@ -24,14 +24,13 @@ import torch
 import torch.distributed as dist
 
 from wlb_megatron.packing.memory_limits import GpuMemory
+from wlb_megatron.pipeline.kept_layers import KeptLayers, plan_kept_layers, stage_orders
 from wlb_megatron.plugin.job_state import part
 from wlb_megatron.plugin.logs.metrics import Figures
 from wlb_megatron.plugin.logs.reporting import never_fatal
 from wlb_megatron.plugin.micro_batches.planning import PlannedMicroBatch
 from wlb_megatron.plugin.model.delta_nets import is_delta_net
 from wlb_megatron.plugin.ranks.stores import common_store
-from wlb_megatron.recompute.kept_layers import KeptLayers, plan_kept_layers
-from wlb_megatron.recompute.step_layers import stage_orders
 from wlb_megatron.refusals import RefusedHere
 from wlb_megatron.workload.memory import GIB, WHOLE, WHOLE_NET
 from wlb_megatron.workload.stage_memory import StageMemory

@@ -18,6 +18,7 @@ import torch
 
 from wlb_megatron.documents.blend import Blend
 from wlb_megatron.packing.summary import PlanSummary
+from wlb_megatron.pipeline.kept_layers import Load, loads_of
 from wlb_megatron.plan import MicroBatch, Piece
 from wlb_megatron.plugin.flags.refusal_printing import checked
 from wlb_megatron.plugin.micro_batches.loaded import HeldTokens, Layout, LoadedMicroBatch, from_plan
@@ -26,8 +27,6 @@ from wlb_megatron.plugin.step.kept_state import KeptState
 from wlb_megatron.plugin.step.kernel_graphs import GraphSizes, build_graphs
 from wlb_megatron.plugin.step.loss_checks import unchecked
 from wlb_megatron.plugin.step.recomputation import by_the_flags, keeps_layers
-from wlb_megatron.recompute.kept_layers import Load
-from wlb_megatron.recompute.step_layers import loads_of
 from wlb_megatron.refusals import RefusedHere
 from wlb_megatron.sharding.calls.attention_calls import AttentionLayout, attention_layout
 from wlb_megatron.sharding.chunks import links_of
