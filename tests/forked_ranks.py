@@ -39,11 +39,10 @@ PRELOADED = (
     "megatron.training.checkpointing",
     "wlb_megatron.plugin.install",
     "wlb_megatron.plugin.launch",
-    "wlb_megatron.plugin.model.gpt_model",
     "wlb_megatron.plugin.pretrain_gpt",
     "wlb_megatron.plugin.plans.provider",
     "wlb_megatron.plugin.step.forward_step",
-    "wlb_megatron.plugin.step.loss_scale",
+    "wlb_megatron.plugin.step.losses",
     "wlb_megatron.plugin.step.rehearsal",
 )
 PRELOADED_IF_THERE = ("megatron.core.models.mimo", "megatron.core.tokenizers.text")

@@ -25,7 +25,7 @@ from wlb_megatron.packing.packer import PackingJob
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.summary import PlanSummary, Summariser
 from wlb_megatron.plan import IterationPlan
-from wlb_megatron.plugin.plans import checkpoint, resume
+from wlb_megatron.plugin.plans import resume
 from wlb_megatron.plugin.plans.source import Source
 
 TRAINED, NEXT = 4, 6
@@ -81,7 +81,7 @@ def _write() -> None:
         for iteration in range(TRAINED + NEXT):
             if iteration == TRAINED:
                 resume.remember(source, source.planner.snapshot())
-                checkpoint.wrap_generate_state_dict(lambda args: args)(args)
+                resume.wrap_generate_state_dict(lambda args: args)(args)
             plan = source.planner.next_iteration()
             assert plan is not None
             after.append(noted(plan, summariser.summarise(plan)))

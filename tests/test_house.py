@@ -230,10 +230,10 @@ def test_every_script_that_is_named_somewhere_is_there() -> None:
             assert module.is_dir() or module.with_suffix(".py").exists(), f"{page} names {name}"
 
 
-TAKES_FLAGS = ("refusals.py", "plugin/take_over.py", "plugin/pretrain_gpt.py", "plugin/model/gpt_model.py")
+TAKES_FLAGS = ("refusals.py", "plugin/take_over.py", "plugin/pretrain_gpt.py")
 """Beside plugin/flags/, which reads them: what looks at any flag, sets some, or builds a model as Megatron does."""
 
-AS_MEGATRON_CALLS = ("plugin/plans/checkpoint.py", "plugin/logs/flops.py")
+AS_MEGATRON_CALLS = ("plugin/plans/resume.py", "plugin/logs/flops.py")
 """Wrappers of functions of Megatron's that have its arguments as a parameter."""
 
 

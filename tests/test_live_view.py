@@ -23,7 +23,7 @@ from test_profile_fit import GPU, made_samples
 from training_jobs import training_job
 
 from wlb_megatron.plan import IterationPlan, MicroBatch, Piece
-from wlb_megatron.plugin.flags.limits import fit_to_memory, recompute_memory
+from wlb_megatron.plugin.flags.limits import complete, fit_to_memory, recompute_memory
 from wlb_megatron.plugin.flags.training_job import TrainingJob
 from wlb_megatron.plugin.job_state import begin_job
 from wlb_megatron.plugin.logs import metrics, stragglers, timers, trace
@@ -32,7 +32,6 @@ from wlb_megatron.plugin.logs.metrics import Progress
 from wlb_megatron.plugin.logs.prediction import layer_model, predictor
 from wlb_megatron.plugin.logs.stragglers import CALIBRATION, WINDOW, Drift
 from wlb_megatron.plugin.micro_batches.planning import PlannedIteration, ShardSettings, plan_iterations
-from wlb_megatron.plugin.plans.cost_settings import complete
 from wlb_megatron.plugin.plans.source import open_part
 from wlb_megatron.report.progress import duration
 from wlb_megatron.sharding.chunks import links_of

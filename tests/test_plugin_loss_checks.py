@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from wlb_megatron.plugin.step import forward_step
-from wlb_megatron.plugin.step.loss_checks import begin_step, to_check, unchecked
+from wlb_megatron.plugin.step.losses import check_together, to_check, unchecked
 
 MASK = torch.ones(1, 2)
 
@@ -46,7 +46,7 @@ def losses(*values: float) -> None:
 
 def test_a_steps_losses_are_checked_once_with_the_last_one(machine: Machine) -> None:
     for _ in range(2):
-        begin_step(3)
+        check_together(3)
         losses(1.0, 2.0)
         assert machine.checked == []
         losses(3.0)
@@ -61,21 +61,21 @@ def test_one_wrong_loss_of_a_step_ends_it_before_any_weight_changes(
 ) -> None:
     values = [1.0, 2.0, 3.0]
     values[at] = float(wrong)
-    begin_step(3)
+    check_together(3)
     with pytest.raises(RuntimeError, match=f"found {message} in local forward loss"):
         losses(*values)
 
 
 def test_infinities_of_both_signs_are_found_as_no_number(machine: Machine) -> None:
-    begin_step(2)
+    check_together(2)
     with pytest.raises(RuntimeError, match="found NaN"):
         losses(float("inf"), float("-inf"))
 
 
 def test_a_step_begins_anew_after_one_that_failed_and_a_loss_outside_is_checked_alone() -> None:
-    begin_step(3)
+    check_together(3)
     assert to_check(torch.tensor(float("nan"))) is None
-    begin_step(1)
+    check_together(1)
     for value in (2.0, 5.0):  # the second is of no step
         checked = to_check(torch.tensor(value))
         assert checked is not None and float(checked) == value

@@ -18,8 +18,7 @@ from wlb_megatron.documents.blend import Blend
 from wlb_megatron.pipeline.kept_layers import plan_kept_layers, stage_orders
 from wlb_megatron.plugin.micro_batches.loaded import Layout
 from wlb_megatron.plugin.micro_batches.planning import ShardSettings
-from wlb_megatron.plugin.step.kept_state import KeptState
-from wlb_megatron.plugin.step.rehearsal import longest_micro_batches, rehearse, text
+from wlb_megatron.plugin.step.rehearsal import KeptState, longest_micro_batches, rehearse, text
 from wlb_megatron.refusals import RefusedHere
 from wlb_megatron.workload.kernel_table import h100
 from wlb_megatron.workload.memory import Layout as StageLayout

@@ -28,7 +28,7 @@ from wlb_megatron.packing.planner import Planner
 from wlb_megatron.pipeline.step_law import StageRoom
 from wlb_megatron.plugin.job_state import part
 from wlb_megatron.plugin.micro_batches.planning import ShardSettings, plan_iterations
-from wlb_megatron.plugin.plans import checkpoint, resume
+from wlb_megatron.plugin.plans import resume
 from wlb_megatron.plugin.plans.source import Source
 from wlb_megatron.refusals import Refused
 from wlb_megatron.workload.kernel_table import h100
@@ -61,7 +61,7 @@ def gone_on(into: Source, args: argparse.Namespace) -> tuple[Source, list[str]]:
 
 def save(args: argparse.Namespace) -> argparse.Namespace:
     """The arguments that Megatron saves now."""
-    return checkpoint.wrap_generate_state_dict(lambda args, model: {"args": args})(args, None)["args"]
+    return resume.wrap_generate_state_dict(lambda args, model: {"args": args})(args, None)["args"]
 
 
 def saved(args: argparse.Namespace) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def saved(args: argparse.Namespace) -> dict[str, Any]:
 
 def test_the_state_is_saved_when_megatron_has_applied_the_gradients() -> None:
     args, ours, planned = megatron(0), source(), []
-    log = checkpoint.wrap_training_log(lambda *_: planned.append(saved(args)["planner"]["iteration"]))
+    log = resume.wrap_training_log(lambda *_: planned.append(saved(args)["planner"]["iteration"]))
     resume.remember(ours, ours.planner.snapshot())
     for _ in range(2):
         ours.planner.next_iteration()
@@ -84,22 +84,22 @@ def test_the_state_is_saved_when_megatron_has_applied_the_gradients() -> None:
 
 
 def test_the_state_is_made_when_megatron_saves_and_not_before() -> None:
-    args, made = megatron(0), []
-    log = checkpoint.wrap_training_log(lambda: None)
+    args, ours, made = megatron(0), source(), []
+    log = resume.wrap_training_log(lambda: None)
     for iteration in range(3):
-        checkpoint.remember_if_applied(
-            lambda iteration=iteration: made.append(iteration) or {"at": iteration}
+        resume.remember(
+            ours, lambda iteration=iteration: made.append(iteration) or {"at": iteration}, applied=False
         )
         log()
     assert made == []
-    assert saved(args) == {"at": 2} and made == [2]
+    assert saved(args)["planner"] == {"at": 2} and made == [2]
     assert not hasattr(save(argparse.Namespace(wlb_off=True)), "wlb_state")
 
 
 def load(args: argparse.Namespace, *, off: bool = False) -> argparse.Namespace:
     """Megatron's arguments after it has loaded a checkpoint that was saved with `args`."""
     now = argparse.Namespace(wlb_off=off)
-    checkpoint.wrap_load_base_checkpoint(lambda load_dir, now: ({"args": args}, ""))("folder", now)
+    resume.wrap_load_base_checkpoint(lambda load_dir, now: ({"args": args}, ""))("folder", now)
     return now
 
 
@@ -109,7 +109,7 @@ def test_a_checkpoint_that_is_saved_again_before_training_keeps_its_state() -> N
     resume.remember(ours, ours.planner.snapshot())
     save(args)
     text = args.wlb_state
-    part(checkpoint.PackingStates).make_next = None  # another process
+    part(resume.PackingStates).make_next = None  # another process
     for off in (False, True):
         now = load(args, off=off)
         assert not hasattr(now, "wlb_state")  # Megatron prints its arguments
@@ -482,14 +482,14 @@ DAMAGED = {
     "no state": "3",
     "no text": 3,
     "half": json.dumps(WHOLE)[:99],
-    "one number that changed": checkpoint._sealed(WHOLE).replace('"cursor": 23', '"cursor": 22'),
-    "a piece that is missing": checkpoint._sealed(WHOLE).replace('"sizes": [3, 1', '"sizes": [3, 2'),
+    "one number that changed": resume._sealed(WHOLE).replace('"cursor": 23', '"cursor": 22'),
+    "a piece that is missing": resume._sealed(WHOLE).replace('"sizes": [3, 1', '"sizes": [3, 2'),
 }
 
 
 def test_a_digest_takes_what_was_saved_and_what_has_none() -> None:
-    assert checkpoint._opened(checkpoint._sealed(WHOLE)) == checkpoint._opened(json.dumps(WHOLE))
-    assert checkpoint._sealed(WHOLE) not in DAMAGED.values()  # each damage has changed something
+    assert resume._opened(resume._sealed(WHOLE)) == resume._opened(json.dumps(WHOLE))
+    assert resume._sealed(WHOLE) not in DAMAGED.values()  # each damage has changed something
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,11 @@ from wlb_megatron.plugin import hand_over, take_over
 from wlb_megatron.plugin.logs import logged_losses, trace
 from wlb_megatron.plugin.micro_batches import iterators
 from wlb_megatron.plugin.model import delta_nets, document_balance, routing, spec
-from wlb_megatron.plugin.plans import checkpoint
+from wlb_megatron.plugin.plans import resume
 from wlb_megatron.plugin.step import (
     deferred_losses,
     grouped_steps,
-    loss_scale,
+    losses,
     multi_token,
     offloading,
     pipeline_shapes,
@@ -49,7 +49,7 @@ def _wrap_flops(original: Callable[..., Any]) -> Callable[..., Any]:
 def _wrap_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
     from wlb_megatron.plugin.logs import flops, metrics, timers
 
-    logged = checkpoint.wrap_training_log(flops.wrap_training_log(original))
+    logged = resume.wrap_training_log(flops.wrap_training_log(original))
     return metrics.wrap_training_log(timers.wrap_training_log(logged))
 
 
@@ -226,19 +226,19 @@ HOOKS: tuple[Hook, ...] = (
         "megatron.training.checkpointing:generate_state_dict",
         ("args",),
         "puts the packing state into the arguments that a checkpoint holds",
-        checkpoint.wrap_generate_state_dict,
+        resume.wrap_generate_state_dict,
     ),
     Hook(
         "megatron.training.checkpointing:_load_base_checkpoint",
         ("load_dir", "args"),
         "reads the packing state that the checkpoint's arguments hold",
-        checkpoint.wrap_load_base_checkpoint,
+        resume.wrap_load_base_checkpoint,
     ),
     Hook(
         "megatron.core.optimizer_param_scheduler:OptimizerParamScheduler.load_state_dict",
         ("state_dict",),
         "refuses a checkpoint of another learning rate, or batch size, with one line",
-        checkpoint.wrap_load_scheduler,
+        resume.wrap_load_scheduler,
     ),
     Hook(
         "megatron.core.datasets.utils:compile_helpers",
@@ -250,7 +250,7 @@ HOOKS: tuple[Hook, ...] = (
         "megatron.core.distributed.torch_fully_sharded_data_parallel:TorchFullyShardedDataParallel.scale_gradients",
         ("scaling_factor",),
         "divides FSDP2's gradients by tokens, where Megatron does nothing",
-        loss_scale.wrap_scale_gradients,
+        losses.wrap_scale_gradients,
     ),
     Hook(
         "megatron.core.pipeline_parallel.fine_grained_activation_offload:OffloadTensorGroup.__init__",

@@ -26,12 +26,11 @@ from wlb_megatron.arguments import (
 from wlb_megatron.plugin import script_functions
 from wlb_megatron.plugin.flags import versions
 from wlb_megatron.plugin.flags.batch_sizes import misfit, plan_decides
-from wlb_megatron.plugin.flags.limits import fit_to_memory
+from wlb_megatron.plugin.flags.limits import complete, fit_to_memory
 from wlb_megatron.plugin.flags.refusal_printing import checked, refuse, say
 from wlb_megatron.plugin.flags.training_job import TrainingJob
 from wlb_megatron.plugin.job_state import part
 from wlb_megatron.plugin.logs.reporting import check_outputs
-from wlb_megatron.plugin.plans.cost_settings import complete
 from wlb_megatron.plugin.plans.source import Source, open_sources
 from wlb_megatron.plugin.sft.indexed import with_targets
 from wlb_megatron.plugin.step.multi_token import refuse_other_form

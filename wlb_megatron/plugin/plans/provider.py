@@ -11,12 +11,11 @@ from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.choices import began_otherwise, saved_choices
 from wlb_megatron.plugin.micro_batches.iterators import EvaluationIterator, RepeatedIterations
 from wlb_megatron.plugin.micro_batches.planning import plan_iterations
-from wlb_megatron.plugin.plans import checkpoint
 from wlb_megatron.plugin.plans.agreement import PlanAgreement
 from wlb_megatron.plugin.plans.data import MicroBatchSampler
 from wlb_megatron.plugin.plans.first_lines import first_lines
 from wlb_megatron.plugin.plans.rank_settings import rank_layout, rank_loader, shard_settings
-from wlb_megatron.plugin.plans.resume import LoadedAt, restore
+from wlb_megatron.plugin.plans.resume import LoadedAt, loaded_state, restore
 from wlb_megatron.plugin.plans.source import Source, open_part
 from wlb_megatron.plugin.plans.training import training_iterator
 from wlb_megatron.plugin.trials.megatron_trial import try_megatron
@@ -64,7 +63,7 @@ def make_provider(sources: dict[str, Source]) -> Callable[..., tuple[Any, Any, A
 
 def _as_it_began(source: Source) -> Source:
     """The same documents, in chunks or whole and by the law with which the checkpoint's run packs them."""
-    saved = saved_choices(checkpoint.loaded_state())
+    saved = saved_choices(loaded_state())
     config = began_otherwise(source.config, source.planner.packer, saved)
     if config is None:
         return source

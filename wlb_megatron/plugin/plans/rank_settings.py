@@ -11,12 +11,11 @@ from torch.utils.data import DataLoader
 
 from wlb_megatron.documents.blend import predictions_in
 from wlb_megatron.plan import Piece
-from wlb_megatron.plugin.flags.limits import recompute_memory
+from wlb_megatron.plugin.flags.limits import cost_model, recompute_memory
 from wlb_megatron.plugin.logs.prediction import in_arrival_order, predictor
 from wlb_megatron.plugin.micro_batches.loaded import Layout, LoadedMicroBatch
 from wlb_megatron.plugin.micro_batches.planning import ShardSettings, nothing_counted
 from wlb_megatron.plugin.plans.agreement import shared_gpu
-from wlb_megatron.plugin.plans.cost_settings import cost_model
 from wlb_megatron.plugin.plans.data import MicroBatchSampler, make_loader, read_ahead
 from wlb_megatron.plugin.plans.source import Source
 from wlb_megatron.workload.kernel_table import h100, of_gpu

@@ -21,6 +21,7 @@ from wlb_megatron.packing.planner import Planner
 from wlb_megatron.plugin.flags.data_paths import documents
 from wlb_megatron.plugin.flags.limits import (
     adoptable_tokens,
+    cost_model,
     document_memory,
     gpu_memory,
     recompute_memory,
@@ -28,7 +29,6 @@ from wlb_megatron.plugin.flags.limits import (
 from wlb_megatron.plugin.flags.open_files import allow_open_files
 from wlb_megatron.plugin.flags.training_job import TrainingJob
 from wlb_megatron.plugin.logs.prediction import plan_times
-from wlb_megatron.plugin.plans.cost_settings import cost_model
 from wlb_megatron.plugin.plans.data import files_of_workers
 
 

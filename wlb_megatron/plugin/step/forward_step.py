@@ -19,7 +19,7 @@ from wlb_megatron.plugin.model.routing import stage_padding_mask, stage_part
 from wlb_megatron.plugin.ranks.groups import process_group
 from wlb_megatron.plugin.script_functions import loss_to_call
 from wlb_megatron.plugin.step.deferred_losses import claim
-from wlb_megatron.plugin.step.loss_checks import to_check
+from wlb_megatron.plugin.step.losses import to_check
 from wlb_megatron.plugin.step.multi_token import CountedMask
 from wlb_megatron.plugin.step.recomputation import prepare_forward
 from wlb_megatron.plugin.step.rehearsal import REHEARSAL
@@ -112,7 +112,7 @@ def loss_per_token(
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """sum_of_losses, checked by Megatron's rerun state machine as its own loss function does.
 
-    For NaN and infinity a step's losses are checked together (loss_checks.py).
+    For NaN and infinity a step's losses are checked together (losses.py).
     """
     args = get_args()
     result = sum_of_losses(loss_mask, output)

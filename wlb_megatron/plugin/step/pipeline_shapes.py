@@ -166,10 +166,10 @@ def _micro_batch_count(windows: int, model: Any) -> int:
 def _divided_losses(
     model: Any, batches: Sequence[LoadedMicroBatch], equal_tokens: int
 ) -> AbstractContextManager[None]:
-    """Losses divided before their backward, where loss_scale.py says so. equal_tokens: 0 for those of the step."""
+    """Losses divided before their backward, where losses.py says so. equal_tokens: 0 for those of the step."""
     from megatron.core.utils import get_model_config
 
-    from wlb_megatron.plugin.step.loss_scale import divided_losses
+    from wlb_megatron.plugin.step.losses import divided_losses
 
     config = get_model_config(model[0] if isinstance(model, list) else model)
     if not (equal_tokens or config.fp16):
@@ -186,7 +186,7 @@ def _with_known_shapes(forward_backward: Callable[..., Any]) -> Callable[..., An
         from wlb_megatron.plugin.micro_batches.iterators import draw_step, planned_iterator
         from wlb_megatron.plugin.step import grouped_steps, offloading, recomputation
         from wlb_megatron.plugin.step.deferred_losses import deferring, returns_its_losses
-        from wlb_megatron.plugin.step.loss_checks import begin_step as begin_losses
+        from wlb_megatron.plugin.step.losses import check_together
         from wlb_megatron.plugin.step.rehearsal import REHEARSAL, rehearse, same_again
         from wlb_megatron.plugin.take_over import Start
 
@@ -210,7 +210,7 @@ def _with_known_shapes(forward_backward: Callable[..., Any]) -> Callable[..., An
             draw_next = draw_ahead if training and batches[0].planned.iteration != REHEARSAL else None
             equal = source.equal_tokens * num_microbatches
             divided = _divided_losses(model, batches, equal) if training else nullcontext()
-            begin_losses(len(batches))
+            check_together(len(batches))
             if training:
                 logged_losses.begin_step(batches[0].planned)
             running = grouped_steps.running(groups, len(batches), chunks)

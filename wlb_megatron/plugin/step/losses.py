@@ -1,18 +1,28 @@
-"""Losses that are divided by a number of tokens before their backward, in place of gradients at the end.
+"""Losses of a step: divided by tokens before their backward, and checked together.
 
-Megatron sums a loss per token and divides the gradients by all tokens of the step at the end.
+Megatron sums a loss per token and divides the gradients by all tokens of the step at the end. Two kinds of steps divide
+losses before their backward instead.
 fp16: a sum brings the largest scale without overflow down by the number of tokens, and each step down throws an
 iteration's update away. The plan knows the number beforehand, so losses are divided by it, and the scale multiplies a
 mean, as without the plugin.
 --wlb-token-weights equal: steps have more and fewer tokens, so a mean gives a token of a full step less weight. The
 number is that of the global batch's windows in every step.
+
+Megatron checks losses for NaN and infinity in each micro-batch. Each check waits for the device, and the host has then
+launched nothing ahead. A sum of losses is NaN or infinite if one of them is, and no weight changes before the end of a
+step. So the last micro-batch's check is of the sum.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
+
+import torch
+
+from wlb_megatron.plugin.job_state import part
 
 
 @contextmanager
@@ -22,7 +32,6 @@ def divided_losses(config: Any, tokens: int) -> Iterator[None]:
     config: the model's, which holds Megatron's functions for the loss scale and for reducing gradients. The losses of
     routers and of multi-token prediction take their scale from it, too.
     """
-    import torch
     from megatron.core import parallel_state
 
     scale, finalize = config.grad_scale_func, config.finalize_model_grads_func
@@ -64,3 +73,47 @@ def wrap_scale_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
                 local.mul_(factor)
 
     return scale_gradients
+
+
+@dataclass(slots=True)
+class StepLosses:
+    """remaining: how many losses of the step are not yet there. total: the sum of the others."""
+
+    remaining: int = 0
+    total: torch.Tensor | None = None
+
+
+def check_together(micro_batches: int) -> None:
+    """The losses of so many micro-batches are checked together."""
+    part(StepLosses).remaining, part(StepLosses).total = micro_batches, None
+
+
+def to_check(loss: torch.Tensor) -> torch.Tensor | None:
+    """What to check now that `loss` is there: the step's sum with its last one, before that nothing."""
+    step = part(StepLosses)
+    step.total = loss.detach() if step.total is None else step.total + loss.detach()
+    step.remaining -= 1
+    if step.remaining > 0:
+        return None
+    total, step.total = step.total, None
+    return total
+
+
+@contextmanager
+def unchecked() -> Iterator[None]:
+    """In a `with` block Megatron's rerun state machine validates nothing, so it counts no call and learns no size.
+
+    After a NaN it compares the n-th call of a step with the n-th of its rerun, which a second job makes on another GPU.
+    If that job rehearsed in the step, rehearsed calls would come first: the machine would compare one of them with the
+    NaN, and accuse the first job's GPU.
+    """
+    from megatron.core.rerun_state_machine import get_rerun_state_machine
+
+    machine = get_rerun_state_machine()
+    machine.validate_result = lambda *_, **__: (
+        None
+    )  # its mode `disabled` still ends a job, at a NaN that nobody uses
+    try:
+        yield
+    finally:
+        del machine.validate_result
