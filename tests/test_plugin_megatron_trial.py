@@ -1,4 +1,4 @@
-"""A Megatron that was not tried: a small step of it must come out right, which is reported once and remembered."""
+"""A Megatron that was not tried: a small step of it must come out right."""
 
 from __future__ import annotations
 
@@ -31,11 +31,10 @@ WRONG = [*RIGHT, Comparison("routers' auxiliary loss (its gradients)", 0.5, 0.5)
 
 
 @pytest.fixture
-def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+def start(monkeypatch: pytest.MonkeyPatch) -> Any:
     """start(version, comparisons, sources): a start on rank 0 with that Megatron; how often its check has run so far.
     sources: their digest, None for those of the version."""
     runs: list[str] = []
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "broadcast_object_list", lambda objects, src: None)
 
@@ -46,9 +45,8 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
             return megatron_trial.judged(comparisons)
 
         digest = sources or versions.TRIED_MEGATRON.get(version, f"of {version}")
-        for module in (versions, megatron_trial):
-            monkeypatch.setattr(module, "megatron_version", lambda: version)
-            monkeypatch.setattr(module, "sources_digest", lambda: digest)
+        monkeypatch.setattr(versions, "megatron_version", lambda: version)
+        monkeypatch.setattr(versions, "sources_digest", lambda: digest)
         monkeypatch.setattr(megatron_trial, "check", check)
         versions.check_megatron()
         megatron_trial.try_megatron()
@@ -64,15 +62,12 @@ def test_a_version_that_was_tried_is_not_checked(start: Any, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize("version", ["0.19.3", "0.21.0", "1.0.0"])
-def test_an_untried_version_that_comes_out_right_is_checked_once_and_warned_of(
+def test_an_untried_version_that_comes_out_right_is_warned_of(
     version: str, start: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert start(version, RIGHT) == 1
     warned = f"wlb_megatron was not tried with megatron-core {version} (its sources are none of those tried); a small"
     assert capsys.readouterr().out.count(warned) == 1
-    assert start(version, RIGHT) == 1
-    assert capsys.readouterr().out.count(warned) == 1
-    assert start("0.19.9", RIGHT) == 2
 
 
 def test_an_untried_version_that_does_not_is_refused_with_what_differs_each_time(start: Any) -> None:
@@ -87,20 +82,6 @@ def test_an_untried_version_that_does_not_is_refused_with_what_differs_each_time
 def test_a_figure_that_is_no_number_is_refused(start: Any) -> None:
     with pytest.raises(Refused, match="gradients: nan times"):
         start("0.19.3", [Comparison("gradients", float("nan"), float("nan"))])
-
-
-@pytest.mark.parametrize("spoil", ["text", "[1]", '{"key": "word"}', None])
-def test_a_cache_that_cannot_be_read_or_written_only_costs_the_check(
-    spoil: str | None, start: Any, tmp_path: Path
-) -> None:
-    if spoil is None:
-        (tmp_path / "cache").write_text("a file where the folder should be")
-    else:
-        file = megatron_trial._cache_path()
-        file.parent.mkdir(parents=True)
-        file.write_text(spoil)
-    assert start("0.19.3", RIGHT) == 1
-    assert start("0.19.3", RIGHT) == (2 if spoil is None else 1)
 
 
 def test_an_older_version_than_any_tried_is_refused(start: Any) -> None:
@@ -154,7 +135,7 @@ def test_this_megatron_is_tried_and_a_copy_that_halves_an_output_is_refused(tmp_
         "from wlb_megatron.plugin.trials import megatron_trial\n"
         "print(megatron_trial._refusal(versions.untried_megatron()))"
     )
-    environment = megatron_trial._environment() | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    environment = megatron_trial._environment()
     environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), environment["PYTHONPATH"]])
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
     said = done.stdout.splitlines()[-1]
@@ -196,8 +177,7 @@ def one_of_two(rank: int, port: int, out: Path) -> None:
     dist.destroy_process_group()
 
 
-def test_all_ranks_learn_what_rank_0_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def test_all_ranks_learn_what_rank_0_finds(tmp_path: Path) -> None:
     spawn(one_of_two, (free_port(), tmp_path), 2)
     messages = [(tmp_path / name).read_text() for name in "01"]
     assert messages[0] == messages[1] and "gradients: 4 times the right strength" in messages[0]

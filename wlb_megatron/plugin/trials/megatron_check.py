@@ -3,7 +3,8 @@ what the plugin takes them for?
 
 Names and parameters of what is replaced are compared at start. Meanings are not seen there: by how many tokens
 gradients are divided, or how strong routers' losses are. Here two context-parallel ranks, processes on CPU tensors over
-gloo, train one step of a GPT with experts. A rank is
+gloo, train one step of a GPT with experts. What it must give is computed in fp64, one document at a time; only the
+names and layouts of the weights are Megatron's, which its checkpoints hold, too. A rank is
 `python -m wlb_megatron.plugin.trials.megatron_check RANK MEETING`.
 """
 
@@ -12,9 +13,16 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from wlb_megatron.plugin.trials.megatron_trial import RANKS, Comparison
 
@@ -22,14 +30,94 @@ LENGTHS = ((9, 1, 14, 8), (5, 30, 3, 7, 11))
 """Documents (tokens) of two micro-batches, which are multiples of 2 x RANKS: none is padded."""
 
 
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Of the model: one layer, every token to `topk` of `experts`."""
+
+    vocabulary: int = 64
+    hidden: int = 32
+    heads: int = 4
+    ffn: int = 48
+    experts: int = 4
+    topk: int = 2
+    base: float = 10000.0
+
+
+def loss_of(
+    weights: Mapping[str, Tensor],
+    micro_batches: Sequence[Sequence[Tensor]],
+    shape: Shape,
+    aux: float,
+    z: float,
+) -> tuple[Tensor, int]:
+    """The step's loss, a mean over its predictions, and how many these are.
+
+    micro_batches: each one's documents, int64[n] token ids. aux, z: coefficients of the routers' losses, each a mean
+    over a micro-batch, which weighs by its tokens.
+    """
+    total, predictions = torch.zeros((), dtype=torch.float64), 0
+    for documents in micro_batches:
+        tokens, logits = sum(map(len, documents)), []
+        for ids in documents:
+            hidden, routed = _layer(weights, ids, shape)
+            logits.append(routed)
+            scores = (
+                _norm(hidden, weights["decoder.final_layernorm.weight"]) @ weights["output_layer.weight"].T
+            )
+            total = total + functional.cross_entropy(scores[:-1], ids[1:], reduction="sum")
+            predictions += len(ids) - 1
+        routed = torch.cat(logits)
+        routes = torch.zeros_like(routed).scatter(1, routed.topk(shape.topk).indices, 1.0)
+        shares = routes.mean(0) / shape.topk * routed.softmax(-1).mean(0)
+        total = total + tokens * aux * shape.experts * shares.sum()
+        total = total + tokens * z * routed.logsumexp(-1).square().mean()
+    return total / predictions, predictions
+
+
+def _layer(weights: Mapping[str, Tensor], ids: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
+    """[n, hidden] of one document, and its router's logits."""
+    layer = {
+        name.removeprefix("decoder.layers.0."): weight
+        for name, weight in weights.items()
+        if name.startswith("decoder.layers.0.")
+    }
+    hidden = weights["embedding.word_embeddings.weight"][ids]
+    normed = _norm(hidden, layer["input_layernorm.weight"])
+    # Query, key and value of a head lie beside each other.
+    qkv = (normed @ layer["self_attention.linear_qkv.weight"].T).view(len(ids), shape.heads, 3, -1)
+    query, key, value = (part.transpose(0, 1) for part in qkv.unbind(2))
+    query, key = _rotated(query, shape.base), _rotated(key, shape.base)
+    out = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    hidden = hidden + out.transpose(0, 1).flatten(1) @ layer["self_attention.linear_proj.weight"].T
+    normed = _norm(hidden, layer["pre_mlp_layernorm.weight"])
+    logits = normed @ layer["mlp.router.weight"].T
+    top = logits.topk(shape.topk)
+    shares = torch.zeros_like(logits).scatter(1, top.indices, top.values.softmax(-1))
+    for number in range(shape.experts):
+        expert = f"mlp.experts.local_experts.{number}"
+        gate, up = (normed @ layer[f"{expert}.linear_fc1.weight"].T).chunk(2, -1)
+        answer = (functional.silu(gate) * up) @ layer[f"{expert}.linear_fc2.weight"].T
+        hidden = hidden + shares[:, number, None] * answer
+    return hidden, logits
+
+
+def _norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * weight
+
+
+def _rotated(x: Tensor, base: float) -> Tensor:
+    """[heads, n, channels] at positions 0 .. n - 1, halves of the channels rotated together."""
+    channels = x.shape[-1]
+    speeds = base ** (-torch.arange(0, channels, 2, dtype=x.dtype) / channels)
+    angles = torch.arange(x.shape[1], dtype=x.dtype)[:, None] * speeds
+    angles = torch.cat([angles, angles], -1)
+    first, second = x.chunk(2, -1)
+    return x * angles.cos() + torch.cat([-second, first], -1) * angles.sin()
+
+
 def rank_comparisons(meeting: str, rank: int) -> list[Comparison]:
     """What this rank finds. meeting: a file in an empty folder, over which the ranks meet."""
-    from wlb_megatron.plugin.trials.megatron_check import run_without_gpu
-
     run_without_gpu()
-    import torch
-    import torch.distributed as dist
-
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", world_size=RANKS, rank=rank)
     from megatron.core import parallel_state
@@ -77,7 +165,6 @@ def _comparison(what: str, exact: Any, computed: Any) -> Comparison:
 
 
 def _flat(tensors: dict[str, Any]) -> Any:
-    import torch
 
     return torch.cat([tensors[name].double().flatten() for name in sorted(tensors)])
 
@@ -86,12 +173,9 @@ def _step(
     rank: int, aux: float, z: float, *, deferred: bool = False
 ) -> tuple[float, dict[str, Any], float, dict[str, Any]]:
     """Loss and gradients (by parameter) through Megatron, and the right ones. deferred: see deferred_losses.py."""
-    import torch
-    import torch.distributed as dist
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from wlb_megatron.plugin.step.deferred_losses import deferring
-    from wlb_megatron.plugin.trials.plain_gpt import Shape, loss_of
 
     shape = Shape()
     generator = torch.Generator().manual_seed(0)
@@ -127,7 +211,6 @@ def _step(
 
 
 def _model(shape: Any, aux: float, z: float) -> Any:
-    import torch
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.distributed.finalize_model_grads import finalize_model_grads
     from megatron.core.models.gpt import GPTModel
@@ -179,7 +262,6 @@ def _model(shape: Any, aux: float, z: float) -> Any:
 
 
 def _batches(rank: int, documents: list[list[Any]]) -> Iterator[dict[str, Any]]:
-    import torch
 
     from wlb_megatron.attention.core_attention import packed_seq_params
     from wlb_megatron.sharding.select import shard
@@ -215,19 +297,12 @@ def _forward_step(data_iterator: Iterator[dict[str, Any]], model: Any) -> tuple[
     return output, function if deferred is None else partial(deferred.begin, function)
 
 
-if __name__ == "__main__":
-    rank, meeting = sys.argv[1:]
-    print(json.dumps(rank_comparisons(meeting, int(rank))))
-
-
 def run_without_gpu() -> None:
     """Call before megatron is imported, with CUDA_VISIBLE_DEVICES empty. Does nothing under wlb_megatron/cpu."""
     if "cpu_cuda" in sys.modules:  # of wlb_megatron/cpu
         return
     for package in ("transformer_engine", "apex"):  # Megatron takes their kernels wherever it finds them
         sys.modules.setdefault(package, None)  # type: ignore[arg-type]
-    import torch
-    from torch.overrides import TorchFunctionMode
 
     class OnCpu(TorchFunctionMode):
         """torch functions with the CUDA device that Megatron names replaced by the CPU."""
@@ -254,3 +329,8 @@ class _Stream:
 
 def _names_gpu(device: Any) -> bool:
     return type(device) is int or str(device).startswith("cuda")
+
+
+if __name__ == "__main__":
+    rank, meeting = sys.argv[1:]
+    print(json.dumps(rank_comparisons(meeting, int(rank))))

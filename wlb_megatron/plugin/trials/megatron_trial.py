@@ -6,20 +6,16 @@ import json
 import os
 import sys
 import tempfile
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from wlb_megatron import __version__
 from wlb_megatron.errors import WlbError
 from wlb_megatron.plugin.flags.training_job import TrainingJob
 from wlb_megatron.plugin.flags.versions import (
     TRIED_TRANSFORMER_ENGINE,
-    megatron_version,
-    sources_digest,
     tried_versions,
     untried_megatron,
     untried_transformer_engine,
@@ -27,7 +23,6 @@ from wlb_megatron.plugin.flags.versions import (
 from wlb_megatron.rank_processes import run_ranks
 from wlb_megatron.refusals import Refused
 from wlb_megatron.registry import USUAL_KERNELS
-from wlb_megatron.whole_files import renamed_at_end
 
 RANKS = 2
 """Context-parallel ranks of the check."""
@@ -53,8 +48,7 @@ class Comparison(NamedTuple):
 def try_megatron() -> None:
     """On all ranks at once: check a Megatron that was not tried, on rank 0, which tells the others.
 
-    A warning on rank 0 if it passes; Refused on all ranks, with what differs, if it does not. A check that has
-    passed is remembered and not run again for the same versions.
+    A warning on rank 0 if it passes; Refused on all ranks, with what differs, if it does not.
     """
     refusal: list[str | None] = [None]
     if dist.get_rank() == 0 and (version := untried_megatron()) is not None:
@@ -66,12 +60,8 @@ def try_megatron() -> None:
 
 def _refusal(version: str) -> str | None:
     """Why it is not to be trained with; None, with a warning, where it may be."""
-    key, file = _key(), _cache_path()
-    largest_error = _cached_errors(file).get(key)
     try:
-        if largest_error is None:
-            largest_error = check()
-            _cache_error(file, key, largest_error)
+        largest_error = check()
     except (WlbError, OSError, ValueError) as wrong:
         return (
             f"wlb_megatron was not tried with megatron-core {version}, and its check of it fails: {wrong}. Install a "
@@ -126,34 +116,6 @@ def _environment() -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "TORCHDYNAMO_DISABLE": "1",
     }
-
-
-def _key() -> str:
-    return (
-        f"wlb {__version__}, megatron-core {megatron_version()} {sources_digest()}, torch {torch.__version__}"
-    )
-
-
-def _cache_path() -> Path:
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(cache) / "wlb_megatron" / "megatron_checks.json"
-
-
-def _cached_errors(file: Path) -> dict[str, float]:
-    """Errors of checks that have passed; none where the file cannot be read."""
-    try:
-        cached = json.loads(file.read_text(encoding="utf-8"))
-        return {str(key): float(error) for key, error in cached.items() if float(error) <= TOLERATED}
-    except (OSError, ValueError, TypeError, AttributeError):
-        return {}
-
-
-def _cache_error(file: Path, key: str, error: float) -> None:
-    """Write it for later starts; if it cannot be written, the next start checks again."""
-    with suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with renamed_at_end(file) as scratch:
-            scratch.write_text(json.dumps({**_cached_errors(file), key: error}, indent=1), encoding="utf-8")
 
 
 def try_transformer_engine(job: TrainingJob) -> None:
