@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from packing_oracle import one_f_one_b_time
 
 from wlb_megatron.pipeline.schedule import pipeline_ends
-from wlb_megatron.pipeline.step_law import StepLaw, one_f_one_b
+from wlb_megatron.pipeline.step_law import StepLaw
 
 WORKS = st.lists(st.integers(0, 10**6), min_size=1, max_size=24)
 
@@ -16,7 +16,7 @@ WORKS = st.lists(st.integers(0, 10**6), min_size=1, max_size=24)
 @settings(max_examples=200, deadline=None)
 @given(WORKS, st.integers(1, 8))
 def test_a_step_is_that_of_1f1b_events_by_brute_force(works: list[int], stages: int) -> None:
-    assert one_f_one_b(works, stages) == int(one_f_one_b_time(works, stages)) // 3
+    assert StepLaw(pp=stages).rank(works) == int(one_f_one_b_time(works, stages)) // 3
 
 
 @settings(max_examples=60, deadline=None)
@@ -30,7 +30,7 @@ def test_an_interleaved_step_is_the_simulators(
     works = data.draw(st.lists(st.integers(0, 1000), min_size=count, max_size=count))
     grid = np.broadcast_to(np.array(works, dtype=float) / (3 * chunks), (1, stages, chunks, count))
     simulated = pipeline_ends(grid, 2 * grid).max()
-    assert one_f_one_b(works, stages, chunks) == pytest.approx(simulated, abs=1)
+    assert StepLaw(pp=stages, vpp=chunks, group=stages).rank(works) == pytest.approx(simulated, abs=1)
 
 
 def test_like_micro_batches_take_m_plus_stages_less_one_of_them() -> None:

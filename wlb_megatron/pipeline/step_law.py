@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate
 
-from wlb_megatron.pipeline.orders import backward_turns, interleaved
-from wlb_megatron.pipeline.step_time import step_time
+from wlb_megatron.pipeline.orders import Interleaved, backward_turns, interleaved
 
 PAYS = 95
 """Another number of micro-batches must take at most this percentage of the time of one per window. Packing for a free
@@ -230,9 +229,90 @@ FACTORS = (1, 1.5, 2, 3, 4, 6, 8)
 """Micro-batches for each window that are tried. More have paid nowhere: what each costs outweighs the bubble."""
 
 
-def one_f_one_b(
-    times: Sequence[int], stages: int, chunks: int = 1, groups: tuple[int, ...] | None = None
+def step_time(
+    forward: Sequence[int],
+    backward: Sequence[int],
+    stages: int,
+    group_sizes: tuple[int, ...] | None = None,
+    *,
+    chunks: int = 1,
 ) -> int:
-    """When the last backward of a step ends, in the units of `times` (of a micro-batch on a stage, forward and
-    backward), rounded down. Integers: alike on every host. groups: see pipeline.orders.grouped_orders."""
-    return step_time(times, [2 * time for time in times], stages, groups, chunks=chunks) // (3 * chunks)
+    """Time of one step of equal stages, transfers free: the last end of `pipeline_events`, in exact integers.
+
+    Args:
+        forward: Times of each micro-batch in one model chunk of a stage, in any integer unit.
+        backward: The same of backwards.
+        group_sizes: See `grouped_orders`. None is Megatron's own schedule.
+        chunks: How many a stage has; 1 is not interleaved.
+    """
+    sizes = group_sizes or (1,) * len(forward)
+    if min(sizes, default=0) < 1 or sum(sizes) != len(forward):
+        raise ValueError(f"groups of {list(sizes)} of {len(forward)} micro-batches")
+    if chunks == 1:
+        return _free_time(forward, backward, stages, sizes)
+    return _interleaved_time(forward, backward, stages, interleaved(stages, sizes, chunks))
+
+
+def _free_time(
+    forward: Sequence[int], backward: Sequence[int], stages: int, group_sizes: tuple[int, ...]
+) -> int:
+    """The same without a graph, because a graph takes milliseconds to build and a packer meets new groups in every
+    iteration.
+
+    What waits for what depends only on the longest group. A stage's n-th backward waits for the next stage's n-th
+    backward, whichever micro-batch that is of. In turn m each stage runs forward m, then the backward that follows it
+    there.
+    """
+    turns: list[int] = []  # backwards in their order
+    for size in group_sizes:
+        turns += backward[len(turns) : len(turns) + size][::-1]
+    total, forwards_ahead = (
+        len(forward),
+        stages - 1 + max(group_sizes) - 1,
+    )  # forwards that the first stage runs ahead
+    ends = [0] * stages
+    gradient = [0] * (stages + 1)  # when each stage's latest backward ended
+    for turn in range(total + forwards_ahead):
+        activation = 0
+        for stage in range(stages):
+            end = ends[stage]
+            if turn < total:
+                end = activation = (end if end > activation else activation) + forward[turn]
+            backward_turn = turn - forwards_ahead + stage
+            if 0 <= backward_turn < total:
+                # Of the turn before: the next stage has not come to this turn yet.
+                after = gradient[stage + 1]
+                end = gradient[stage] = (end if end > after else after) + turns[backward_turn]
+            ends[stage] = end
+    return ends[0]
+
+
+def _interleaved_time(forward: Sequence[int], backward: Sequence[int], stages: int, plan: Interleaved) -> int:
+    """The same for several model chunks of a stage.
+
+    Stage s begins turn t at time step t + s: forward t of the table, then the backward that follows it there. Whatever
+    a stage waits for has then come in an earlier time step, because blocks have at least as many micro-batches as
+    there are stages.
+    """
+    total = len(plan.table)
+    places = {step: place for place, step in enumerate(plan.table)}
+    before = [
+        places.get((m, chunk - 1), -1) for m, chunk in plan.table
+    ]  # in the model chunk before; last: none
+    forwards = [forward[m] for m, _ in plan.table]
+    backwards = [backward[plan.turns[n]] for n, _ in plan.table]
+    # Ends of each stage's forwards and backwards by place in the table. At place -1: nothing to wait for.
+    activations, gradients = ([[0] * (total + 1) for _ in range(stages)] for _ in range(2))
+    ends, last = [0] * stages, stages - 1
+    for time_step in range(total + 2 * last + plan.lead):
+        for stage in range(stages):
+            end, turn = ends[stage], time_step - stage
+            if 0 <= turn < total:
+                source = activations[stage - 1][turn if stage else before[turn]]
+                end = activations[stage][turn] = (end if end > source else source) + forwards[turn]
+            turn -= 2 * (last - stage) + plan.lead
+            if 0 <= turn < total:
+                source = gradients[stage + 1][turn] if stage < last else gradients[0][before[turn]]
+                end = gradients[stage][turn] = (end if end > source else source) + backwards[turn]
+            ends[stage] = end
+    return ends[0]
