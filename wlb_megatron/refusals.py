@@ -120,6 +120,62 @@ def delta_nets(args: Any) -> bool:
     )
 
 
+def _refusal_of(names: list[str], cure: str) -> Refusal:
+    flags = " / ".join(f"--{name.replace('_', '-')}" for name in names)
+    return Refusal(lambda a, c: any(_get(a, name) for name in names), flags, cure)
+
+
+GIVEN: dict[str, str] = {
+    "fp8_dot_product_attention fp8_multi_head_attention": (
+        "cuDNN has no FP8 attention over packed documents; drop it. Matrix products stay in FP8"
+    ),
+    "hybrid_context_parallel dynamic_context_parallel": "it replaces the same attention and sampler; drop it",
+    "sequence_packing_scheduler use_varlen_dataset": (
+        "the plugin packs documents of --data-path itself; drop it"
+    ),
+    "dataloader_inter_document_masking": "the plugin masks between documents already; drop it",
+    "reset_position_ids reset_attention_mask": (
+        "positions restart and documents are isolated already, from the index and not from token values; drop "
+        "them"
+    ),
+    "eod_mask_loss": "it masks by token value, but a document's last token already predicts nothing; drop it",
+    "ddp_average_in_collective": (
+        "the loss is summed per token, so gradients are summed and divided by all ranks' tokens; drop "
+        "--ddp-average-in-collective"
+    ),
+    "mock_data": "give documents with --data-path; `wlb-megatron corpus PREFIX` makes some",
+    "dataloader_save": "the packing state is part of Megatron's own checkpoints; drop it",
+    "qk_clip log_max_attention_logit": "the plugin's attention does not collect the maximum logit; drop it",
+    "fused_single_qkv_rope": "Megatron does not support it for packed sequences; drop it",
+    "defer_embedding_wgrad_compute": (
+        "it gathers deferred micro-batches into buffers of the first one's size, but micro-batches vary in "
+        "length; drop it"
+    ),
+    "use_legacy_models": "only megatron-core's GPT model takes a plan; drop it",
+    "rotary_base_per_layer": "positions of the plan are rotated by one base in all layers; drop it",
+    "fallback_to_eager_attn": (
+        "attention over packed documents runs on cuDNN's or FlashAttention-4's kernels; drop it"
+    ),
+    "mtp_hsm": "it matches hidden states by Megatron's own token order; drop it",
+    "use_kitchen_attention": "the plugin replaces core attention; drop it",
+    "flash_attention_version": "attention over packed documents runs on cuDNN's kernels; drop it",
+    "batch_invariant_mode": (
+        "attention's kernels depend on the micro-batch; drop it, or use --deterministic-mode"
+    ),
+    "logits_save_dir logits_load_dir": "stored logits belong to Megatron's own samples; drop it",
+    "inprocess_restart": (
+        "from 0.18 on, Megatron's restart inside the process fails again and again (args is not initialized): "
+        "use ft_launcher or torchrun --max-restarts, which restart processes"
+    ),
+    "cpu_offloading_retain_pinned_cpu_buffers": (
+        "the buffers are kept for tensors of one shape, but micro-batches vary in length; drop it"
+    ),
+    "perform_rl_step": "only pre-training is supported; drop it",
+    "phase_transition_iterations": "the document stream has one phase; drop it",
+    "fim_data": "fill-in-the-middle rewrites documents; drop it",
+}
+"""What is refused wherever it is set: attributes of Megatron's arguments, and why, with what to change."""
+
 REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         lambda a, c: (
@@ -271,11 +327,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "a HybridModel's * has no latent attention; drop it, or train MLA with pretrain_gpt.py",
     ),
     Refusal(
-        lambda a, c: _get(a, "fp8_dot_product_attention") or _get(a, "fp8_multi_head_attention"),
-        "--fp8-dot-product-attention / --fp8-multi-head-attention",
-        "cuDNN has no FP8 attention over packed documents; drop it. Matrix products stay in FP8",
-    ),
-    Refusal(
         lambda a, c: _get(a, "fp4"),
         "--fp4-format",
         "token counts are not aligned to FP4's scaling blocks; train in FP8 or bf16",
@@ -284,38 +335,6 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda a, c: _get(a, "overlap_moe_expert_parallel_comm") or _get(a, "delay_wgrad_compute"),
         "--overlap-moe-expert-parallel-comm (and --delay-wgrad-compute, which needs it)",
         "its schedule runs the forward in parts, which the plugin does not support; drop it",
-    ),
-    Refusal(
-        lambda a, c: _get(a, "hybrid_context_parallel") or _get(a, "dynamic_context_parallel"),
-        "--hybrid-context-parallel / --dynamic-context-parallel",
-        "it replaces the same attention and sampler; drop it",
-    ),
-    Refusal(
-        lambda a, c: _get(a, "sequence_packing_scheduler") or _get(a, "use_varlen_dataset"),
-        "--sequence-packing-scheduler / --use-varlen-dataset",
-        "the plugin packs documents of --data-path itself; drop it",
-    ),
-    Refusal(
-        lambda a, c: _get(a, "dataloader_inter_document_masking"),
-        "--dataloader-inter-document-masking",
-        "the plugin masks between documents already; drop it",
-    ),
-    Refusal(
-        lambda a, c: _get(a, "reset_position_ids") or _get(a, "reset_attention_mask"),
-        "--reset-position-ids / --reset-attention-mask",
-        "positions restart and documents are isolated already, from the index and not from token values; "
-        "drop them",
-    ),
-    Refusal(
-        lambda a, c: _get(a, "eod_mask_loss"),
-        "--eod-mask-loss",
-        "it masks by token value, but a document's last token already predicts nothing; drop it",
-    ),
-    Refusal(
-        lambda a, c: _get(a, "ddp_average_in_collective"),
-        "--ddp-average-in-collective",
-        "the loss is summed per token, so gradients are summed and divided by all ranks' tokens; drop "
-        "--ddp-average-in-collective",
     ),
     Refusal(
         lambda a, c: c.plan_process == "always" and c.cp_mode == "dynamic",
@@ -345,21 +364,10 @@ REFUSALS: tuple[Refusal, ...] = (
         "--wlb-sft-* without --sft",
         "it is about conversations; add --sft, or leave it out",
     ),
-    Refusal(lambda a, c: _get(a, "fim_data"), "--fim-data", "fill-in-the-middle rewrites documents; drop it"),
-    Refusal(
-        lambda a, c: _get(a, "mock_data"),
-        "--mock-data",
-        "give documents with --data-path; `wlb-megatron corpus PREFIX` makes some",
-    ),
     Refusal(
         lambda a, c: _get(a, "dataloader_type") == "cyclic",
         "--dataloader-type cyclic",
         "the plugin shuffles documents itself, by --seed; drop it",
-    ),
-    Refusal(
-        lambda a, c: _get(a, "dataloader_save"),
-        "--dataloader-save",
-        "the packing state is part of Megatron's own checkpoints; drop it",
     ),
     Refusal(
         lambda a, c: _dispatcher(a) == "allgather" and _exchange_unequal_tokens(a, c),
@@ -418,31 +426,15 @@ REFUSALS: tuple[Refusal, ...] = (
         "attention would run one document at a time in plain torch; use transformer_engine",
     ),
     Refusal(
-        lambda a, c: _get(a, "qk_clip") or _get(a, "log_max_attention_logit"),
-        "--qk-clip / --log-max-attention-logit",
-        "the plugin's attention does not collect the maximum logit; drop it",
-    ),
-    Refusal(
         lambda a, c: _get(a, "position_embedding_type") not in ("rope", "yarn", "none", None),
         "--position-embedding-type",
         "only rope, yarn and none are supported; use --position-embedding-type rope",
-    ),
-    Refusal(
-        lambda a, c: _get(a, "fused_single_qkv_rope"),
-        "--fused-single-qkv-rope",
-        "Megatron does not support it for packed sequences; drop it",
     ),
     Refusal(
         lambda a, c: _get(a, "tp_comm_overlap") and not _windows(a, c),
         "--tp-comm-overlap with packing by varlen, dynamic groups or another --eval-micro-batch-size",
         "Transformer Engine's buffers take one number of tokens, but micro-batches vary in length (padding costs 37 % "
         "of a step, the overlap gives about 2 %); use --wlb-packing fixed-greedy, which fills windows, or drop it",
-    ),
-    Refusal(
-        lambda a, c: _get(a, "defer_embedding_wgrad_compute"),
-        "--defer-embedding-wgrad-compute",
-        "it gathers deferred micro-batches into buffers of the first one's size, but micro-batches vary in length; "
-        "drop it",
     ),
     Refusal(
         lambda a, c: any(
@@ -453,63 +445,12 @@ REFUSALS: tuple[Refusal, ...] = (
         "drop it",
     ),
     Refusal(
-        lambda a, c: _get(a, "use_legacy_models"),
-        "--use-legacy-models",
-        "only megatron-core's GPT model takes a plan; drop it",
-    ),
-    Refusal(
-        lambda a, c: _get(a, "rotary_base_per_layer"),
-        "--rotary-base-per-layer",
-        "positions of the plan are rotated by one base in all layers; drop it",
-    ),
-    Refusal(
-        lambda a, c: _get(a, "fallback_to_eager_attn"),
-        "--fallback-to-eager-attn",
-        "attention over packed documents runs on cuDNN's or FlashAttention-4's kernels; drop it",
-    ),
-    Refusal(
-        lambda a, c: _get(a, "mtp_hsm"),
-        "--mtp-hsm",
-        "it matches hidden states by Megatron's own token order; drop it",
-    ),
-    Refusal(
         lambda a, c: (
             (_get(a, "enable_mhc_connections") or _get(a, "enable_hyper_connections"))
             and (_get(a, "pipeline_model_parallel_size") or 1) > 1
         ),
         "--enable-mhc-connections / --enable-hyper-connections with a pipeline",
         "stages would pass several streams of hidden states, in shapes that the plan does not have; use one stage",
-    ),
-    Refusal(
-        lambda a, c: _get(a, "use_kitchen_attention"),
-        "--use-kitchen-attention",
-        "the plugin replaces core attention; drop it",
-    ),
-    Refusal(
-        lambda a, c: _get(a, "flash_attention_version"),
-        "--flash-attention-version",
-        "attention over packed documents runs on cuDNN's kernels; drop it",
-    ),
-    Refusal(
-        lambda a, c: _get(a, "batch_invariant_mode"),
-        "--batch-invariant-mode",
-        "attention's kernels depend on the micro-batch; drop it, or use --deterministic-mode",
-    ),
-    Refusal(
-        lambda a, c: _get(a, "logits_save_dir") or _get(a, "logits_load_dir"),
-        "--logits-save-dir / --logits-load-dir",
-        "stored logits belong to Megatron's own samples; drop it",
-    ),
-    Refusal(
-        lambda a, c: _get(a, "inprocess_restart"),
-        "--inprocess-restart",
-        "from 0.18 on, Megatron's restart inside the process fails again and again (args is not initialized): use "
-        "ft_launcher or torchrun --max-restarts, which restart processes",
-    ),
-    Refusal(
-        lambda a, c: _get(a, "cpu_offloading_retain_pinned_cpu_buffers"),
-        "--cpu-offloading-retain-pinned-cpu-buffers",
-        "the buffers are kept for tensors of one shape, but micro-batches vary in length; drop it",
     ),
     Refusal(
         lambda a, c: c.trace is not None and c.trace_iteration < 2,
@@ -528,16 +469,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "or disabled",
     ),
     Refusal(
-        lambda a, c: _get(a, "perform_rl_step"),
-        "--perform-rl-step",
-        "only pre-training is supported; drop it",
-    ),
-    Refusal(
-        lambda a, c: _get(a, "phase_transition_iterations"),
-        "--phase-transition-iterations",
-        "the document stream has one phase; drop it",
-    ),
-    Refusal(
         lambda a, c: _get(a, "multiple_validation_sets") and not _get(a, "full_validation"),
         "--multiple-validation-sets without --full-validation",
         "Megatron evaluates several sets only in full; add --full-validation",
@@ -549,6 +480,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "--multiple-validation-sets with virtual pipeline stages",
         "Megatron confuses the stages' data iterators with those of the sets; evaluate one set, such as a blend",
     ),
+    *(_refusal_of(names.split(), cure) for names, cure in GIVEN.items()),
 )
 
 
