@@ -50,11 +50,11 @@ def both(rank: int, port: int) -> None:
 def attend_in_groups(rank: int, world: int) -> None:
     """Random plans, micro-step by micro-step: each group's documents as if computed one at a time, in fp64."""
     from megatron.core import parallel_state
+    from wlb_megatron.plugin.ranks import groups
 
     from wlb_megatron.plugin.job_state import part
+    from wlb_megatron.plugin.micro_batches.groups import make_groups, process_group
     from wlb_megatron.plugin.micro_batches.planning import RankGroup
-    from wlb_megatron.plugin.ranks import groups
-    from wlb_megatron.plugin.ranks.groups import make_groups, process_group
 
     alone = [dist.new_group([member]) for member in range(world)][rank]
     # As with data parallelism 6: all blocks but that of all ranks are made.
@@ -112,7 +112,7 @@ def agree_on_plans(rank: int, world: int) -> None:
     from wlb_megatron.plugin.micro_batches.planning import ShardSettings, plan_iterations
     from wlb_megatron.plugin.plans.dynamic import DynamicSettings, plan_groups
     from wlb_megatron.plugin.plans.planning_process import GroupPlanner
-    from wlb_megatron.plugin.ranks.stores import PlanStore
+    from wlb_megatron.plugin.stores import PlanStore
 
     asked = itertools.count()
     shards = ShardSettings(dp_rank=rank, cp_size=1, alignment=1, sharding="adaptive", table=h100())
@@ -191,7 +191,7 @@ def test_rank_0_s_failure_to_plan_reaches_the_others_who_would_wait_for_it(
 ) -> None:
     """They draw the next step's micro-batches in the middle of one, in whose collectives rank 0 waits for them."""
     from wlb_megatron.plugin.plans import dynamic as module
-    from wlb_megatron.plugin.ranks.stores import PlanStore
+    from wlb_megatron.plugin.stores import PlanStore
 
     def fails(*_: object) -> Outcome:
         raise MemoryError("no plan")

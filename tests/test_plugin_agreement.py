@@ -34,7 +34,7 @@ from wlb_megatron.plugin.micro_batches.planning import (
 )
 from wlb_megatron.plugin.plans.agreement import EVERY, PlanAgreement, shared_gpu
 from wlb_megatron.plugin.plans.data import MicroBatchSampler
-from wlb_megatron.plugin.ranks.stores import KEPT, PlanStore, common_store, wait_for
+from wlb_megatron.plugin.stores import KEPT, PlanStore, common_store, wait_for
 from wlb_megatron.sharding.cut import digest_of_cuts
 from wlb_megatron.sharding.segments import Chunks, ShardPlan
 from wlb_megatron.workload.cost_model import CostModel

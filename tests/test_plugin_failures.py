@@ -13,8 +13,8 @@ from forked_ranks import spawn
 from megatron_runs import free_port
 
 from wlb_megatron.errors import WlbError
+from wlb_megatron.plugin import stores
 from wlb_megatron.plugin.micro_batches.iterators import MicroBatchIterator
-from wlb_megatron.plugin.ranks import stores
 from wlb_megatron.refusals import RefusedHere
 
 

@@ -13,7 +13,7 @@ from wlb_megatron.errors import WlbError
 from wlb_megatron.plugin import script_functions
 from wlb_megatron.plugin.flags.refusal_printing import checked
 from wlb_megatron.plugin.job_state import part
-from wlb_megatron.plugin.ranks.stores import with_others_lines
+from wlb_megatron.plugin.stores import with_others_lines
 from wlb_megatron.plugin.take_over import Start
 
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from wlb_megatron.plugin.job_state import part
-from wlb_megatron.plugin.ranks.stores import common_store
+from wlb_megatron.plugin.stores import common_store
 
 EVERY = 100
 """Iterations between two measurements: one takes some 10 ms."""

@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from wlb_megatron.errors import WlbError
+from wlb_megatron.plugin import stores
 from wlb_megatron.plugin.micro_batches.loaded import LoadedMicroBatch
 from wlb_megatron.plugin.micro_batches.planning import PlannedIteration
-from wlb_megatron.plugin.ranks import stores
 from wlb_megatron.refusals import RefusedHere
 
 SHARED_MEMORY_FULL = (

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from wlb_megatron.plugin.micro_batches.planning import PlannedIteration
-from wlb_megatron.plugin.ranks.stores import common_store, wait_for
+from wlb_megatron.plugin.stores import common_store, wait_for
 from wlb_megatron.sharding.cut import digest_of_cuts
 
 EVERY = 100

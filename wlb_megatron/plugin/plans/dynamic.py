@@ -28,6 +28,7 @@ from wlb_megatron.packing.saved_pieces import packed_waiting
 from wlb_megatron.packing.summary import Summariser
 from wlb_megatron.plan import Piece
 from wlb_megatron.plugin.logs.prediction import PredictGroups, group_predictor
+from wlb_megatron.plugin.micro_batches.groups import make_groups
 from wlb_megatron.plugin.micro_batches.planning import (
     PlanAhead,
     PlannedIteration,
@@ -39,8 +40,7 @@ from wlb_megatron.plugin.micro_batches.planning import (
 )
 from wlb_megatron.plugin.plans.planning_process import GroupPlanner
 from wlb_megatron.plugin.plans.source import Source
-from wlb_megatron.plugin.ranks.groups import make_groups
-from wlb_megatron.plugin.ranks.stores import PlanStore
+from wlb_megatron.plugin.stores import PlanStore
 from wlb_megatron.sharding.cut import cut, pad
 from wlb_megatron.simulator.calibration import with_links
 from wlb_megatron.workload.assumptions import Assumptions

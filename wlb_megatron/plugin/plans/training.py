@@ -9,6 +9,7 @@ from pathlib import Path
 
 from wlb_megatron.child import Child
 from wlb_megatron.packing.choices import weighs_equally
+from wlb_megatron.plugin import stores
 from wlb_megatron.plugin.flags.limits import recompute_memory
 from wlb_megatron.plugin.flags.refusal_printing import checked
 from wlb_megatron.plugin.logs import metrics, timers, trace
@@ -28,7 +29,6 @@ from wlb_megatron.plugin.plans.planning_process import check_alive, in_a_process
 from wlb_megatron.plugin.plans.rank_settings import rank_layout, rank_loader, reporting, shard_settings
 from wlb_megatron.plugin.plans.resume import remember
 from wlb_megatron.plugin.plans.source import Source
-from wlb_megatron.plugin.ranks import stores
 from wlb_megatron.plugin.step import recomputation
 from wlb_megatron.plugin.step.rehearsal import longest_micro_batches
 from wlb_megatron.refusals import Refused

@@ -30,7 +30,7 @@ from wlb_megatron.plugin.logs.metrics import Figures
 from wlb_megatron.plugin.logs.reporting import never_fatal
 from wlb_megatron.plugin.micro_batches.planning import PlannedMicroBatch
 from wlb_megatron.plugin.model.delta_nets import is_delta_net
-from wlb_megatron.plugin.ranks.stores import common_store
+from wlb_megatron.plugin.stores import common_store
 from wlb_megatron.refusals import RefusedHere
 from wlb_megatron.workload.memory import GIB, WHOLE, WHOLE_NET
 from wlb_megatron.workload.stage_memory import StageMemory

@@ -11,20 +11,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from wlb_megatron.dynamic.blocks import block_sizes
 from wlb_megatron.plugin.job_state import part
-
-
-class Sized(Protocol):
-    """Ranks that share a planned micro-batch (planning.RankGroup)."""
-
-    @property
-    def size(self) -> int: ...
+from wlb_megatron.plugin.micro_batches.planning import RankGroup
 
 
 @dataclass(slots=True)
@@ -34,7 +28,7 @@ class RankGroups:
     by_size: dict[int, Any] = field(default_factory=dict)
 
 
-def process_group(group: Sized | None) -> Any:
+def process_group(group: RankGroup | None) -> Any:
     """The process group of a planned micro-batch; None for Megatron's own, and for a rank alone."""
     return None if group is None or group.size == 1 else part(RankGroups).by_size[group.size]
 
