@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from wlb_megatron.attention.core_attention import WlbCoreAttention
 from wlb_megatron.attention.device_layout import device_layout
+from wlb_megatron.attention.kernels.before_training import warm_up
 from wlb_megatron.attention.kernels.graph_buckets import (
     Bucket,
     Equal,
@@ -24,7 +25,6 @@ from wlb_megatron.attention.kernels.graph_buckets import (
     repeated,
 )
 from wlb_megatron.attention.kernels.torch_backend import TorchKernels
-from wlb_megatron.attention.kernels.warm_up import warm_up
 from wlb_megatron.plugin.micro_batches.planning import ShardSettings
 from wlb_megatron.plugin.step import kernel_graphs
 from wlb_megatron.plugin.step.kernel_graphs import GraphSizes, build_graphs, likeliest_first

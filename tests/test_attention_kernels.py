@@ -23,9 +23,8 @@ from megatron.core.transformer.enums import AttnMaskType
 
 from wlb_megatron.attention.device_layout import device_layout
 from wlb_megatron.attention.kernels import graph_buckets
+from wlb_megatron.attention.kernels.before_training import TOLERATED, warm_up, worst_error
 from wlb_megatron.attention.kernels.graph_buckets import Equal, bucket, repeated
-from wlb_megatron.attention.kernels.kernel_check import TOLERATED, worst_error
-from wlb_megatron.attention.kernels.warm_up import warm_up
 from wlb_megatron.attention.sharded_attention import sharded_attention
 from wlb_megatron.errors import WlbError
 from wlb_megatron.sharding.alignment import padding

@@ -10,8 +10,13 @@ import pytest
 import torch
 
 from wlb_megatron.attention.device_layout import RowGroups, _row_groups, _ship
-from wlb_megatron.attention.kernels.row_sums import add_rows, merge_rows
-from wlb_megatron.attention.pairs import _in_sixteens, grads_apart, side_by_side
+from wlb_megatron.attention.kernels.row_sums import (
+    _in_sixteens,
+    add_rows,
+    grads_apart,
+    merge_rows,
+    side_by_side,
+)
 
 
 def groups(owner, rows):

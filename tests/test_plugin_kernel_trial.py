@@ -15,12 +15,11 @@ import pytest
 import torch
 from training_jobs import training_job
 
-from wlb_megatron.attention.kernels import kernel_check
+from wlb_megatron.attention.kernels import before_training
 from wlb_megatron.doctor import findings, software
 from wlb_megatron.plugin.flags import versions
 from wlb_megatron.plugin.model.delta_nets import AtDocuments
-from wlb_megatron.plugin.trials.delta_net_trial import try_delta_nets
-from wlb_megatron.plugin.trials.megatron_trial import try_transformer_engine
+from wlb_megatron.plugin.trials.megatron_trial import try_delta_nets, try_transformer_engine
 from wlb_megatron.refusals import Refused
 
 
@@ -47,7 +46,7 @@ def trial(monkeypatch: pytest.MonkeyPatch) -> Any:
             return error
 
         monkeypatch.setattr(importlib.metadata, "version", version_of)
-        monkeypatch.setattr(kernel_check, "worst_error", worst_error)
+        monkeypatch.setattr(before_training, "worst_error", worst_error)
         try_transformer_engine(training_job(**changed))
 
     return run

@@ -24,10 +24,10 @@ from torch import Tensor
 
 from wlb_megatron.attention.device_layout import DeviceLayout, device_layout
 from wlb_megatron.attention.kernels import kernel_choice
+from wlb_megatron.attention.kernels.before_training import warm_up
 from wlb_megatron.attention.kernels.graph_buckets import Warmable
 from wlb_megatron.attention.kernels.kernel_choice import Layer
 from wlb_megatron.attention.kernels.torch_backend import TorchKernels
-from wlb_megatron.attention.kernels.warm_up import warm_up
 from wlb_megatron.attention.key_cache import KeyCache
 from wlb_megatron.attention.sharded_attention import Kernels, sharded_attention
 from wlb_megatron.errors import WlbError

@@ -16,14 +16,15 @@ from torch import Tensor
 from wlb_megatron.attention.device_layout import DeviceCall, DeviceLayout, DeviceWindow
 from wlb_megatron.attention.kernels.row_sums import (
     add_rows,
+    grads_apart,
     merge_rows,
+    side_by_side,
     spread_four,
     spread_rows,
     sum_pairs,
 )
 from wlb_megatron.attention.key_cache import KeyCache
 from wlb_megatron.attention.kv_exchange import add_returned, start_gather, start_return
-from wlb_megatron.attention.pairs import grads_apart, side_by_side
 
 
 class Kernels(Protocol):

@@ -20,7 +20,7 @@ LENGTHS = [9, 1, 190, 24, 3, 77, 16, 64]
 HEADS, KV_HEADS, DIM, SCALE = 4, 2, 64, 0.125
 SECONDS = 120
 TOLERATED = {"cpu": 1e-9, "cuda": 3e-2}
-"""Largest error relative to the largest entry: fp64 on CPUs; bf16 on GPUs, see attention/kernels/kernel_check.py."""
+"""Largest error relative to the largest entry: fp64 on CPUs; bf16 on GPUs, see attention/kernels/before_training.py."""
 
 
 def run(size: int, *, gpu: bool) -> float:
@@ -56,7 +56,7 @@ def rank_error(device: str, size: int, meeting: str, rank: int) -> float:
     import torch.distributed as dist
 
     from wlb_megatron.attention.device_layout import device_layout
-    from wlb_megatron.attention.kernels.kernel_check import worst_error
+    from wlb_megatron.attention.kernels.before_training import worst_error
     from wlb_megatron.attention.sharded_attention import sharded_attention
     from wlb_megatron.sharding.alignment import padded
     from wlb_megatron.sharding.calls.attention_calls import attention_layout

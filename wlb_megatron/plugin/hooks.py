@@ -19,7 +19,6 @@ from wlb_megatron.plugin.step import (
     grouped_steps,
     losses,
     multi_token,
-    offloading,
     pipeline_shapes,
 )
 
@@ -256,13 +255,13 @@ HOOKS: tuple[Hook, ...] = (
         "megatron.core.pipeline_parallel.fine_grained_activation_offload:OffloadTensorGroup.__init__",
         (),
         "takes no pinned memory that is kept for every shape: lengths vary without end",
-        offloading.wrap_offload_group,
+        grouped_steps.wrap_offload_group,
     ),
     Hook(
         "megatron.core.pipeline_parallel.fine_grained_activation_offload:ChunkOffloadHandler.on_group_commit_backward",
         ("self", "name"),
         "reloads offloaded activations in the order of the backwards where documents are in chunks",
-        offloading.wrap_commit_backward,
+        grouped_steps.wrap_commit_backward,
     ),
     Hook(
         "megatron.core.transformer.multi_token_prediction:roll_tensor",

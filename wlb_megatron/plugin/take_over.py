@@ -34,8 +34,7 @@ from wlb_megatron.plugin.logs.reporting import check_outputs
 from wlb_megatron.plugin.plans.source import Source, open_sources
 from wlb_megatron.plugin.sft.indexed import with_targets
 from wlb_megatron.plugin.step.multi_token import refuse_other_form
-from wlb_megatron.plugin.trials.delta_net_trial import try_delta_nets
-from wlb_megatron.plugin.trials.megatron_trial import try_transformer_engine
+from wlb_megatron.plugin.trials.megatron_trial import try_delta_nets, try_transformer_engine
 from wlb_megatron.refusals import Refused, RefusedHere, refuse_unsupported
 
 

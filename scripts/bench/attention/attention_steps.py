@@ -14,7 +14,7 @@ from torch import Tensor
 from scripts.bench.attention.attention_bench import KERNELS, Step, layers_of, leaves, padded_to
 from wlb_megatron.attention import kv_exchange
 from wlb_megatron.attention.device_layout import DeviceExchange, DeviceLayout, device_layout
-from wlb_megatron.attention.pairs import apart, side_by_side
+from wlb_megatron.attention.kernels.row_sums import apart, side_by_side
 from wlb_megatron.attention.sharded_attention import Kernels, sharded_attention
 from wlb_megatron.sharding.calls.attention_calls import AttentionLayout, attention_layout
 from wlb_megatron.sharding.calls.exchange import ExchangePlan

@@ -127,7 +127,7 @@ def reporting(report: Report, *, by_the_flags: bool) -> Iterator[None]:
     from wlb_megatron.plugin.flags import limits
     from wlb_megatron.plugin.job_state import part
     from wlb_megatron.plugin.logs import trace
-    from wlb_megatron.plugin.plans import training
+    from wlb_megatron.plugin.plans import provider
     from wlb_megatron.plugin.step import recomputation
 
     dispatcher: Any = MoEAlltoAllTokenDispatcher
@@ -139,7 +139,7 @@ def reporting(report: Report, *, by_the_flags: bool) -> Iterator[None]:
         routed.append((per_expert.max() / per_expert.mean(), received))
         return preprocess(self, routing_map)
 
-    usual, recompute_memory = trace.after_iteration, training.recompute_memory
+    usual, recompute_memory = trace.after_iteration, provider.recompute_memory
     plan, loads = recomputation._plan, []
     began = time.perf_counter()
 
@@ -189,11 +189,11 @@ def reporting(report: Report, *, by_the_flags: bool) -> Iterator[None]:
         return made
 
     try:
-        trace.after_iteration, training.recompute_memory = after_iteration, noted
+        trace.after_iteration, provider.recompute_memory = after_iteration, noted
         recomputation._plan, dispatcher.preprocess = planned, counted
         yield
     finally:
-        trace.after_iteration, training.recompute_memory = usual, recompute_memory
+        trace.after_iteration, provider.recompute_memory = usual, recompute_memory
         recomputation._plan, dispatcher.preprocess = plan, preprocess
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from wlb_megatron.attention.device_layout import DeviceCall
 from wlb_megatron.attention.kernels.kernel_choice import narrow_values
-from wlb_megatron.attention.pairs import apart
+from wlb_megatron.attention.kernels.row_sums import apart
 
 LEAST_LONGEST = 512
 """The kernels are given at least this as the longest sequence. If all sequences fit into one tile, they would compile

@@ -20,7 +20,7 @@ from transformer_engine.pytorch.cpp_extensions.fused_attn import (
 
 from wlb_megatron.attention.device_layout import DeviceCall
 from wlb_megatron.attention.kernels import graph_buckets
-from wlb_megatron.attention.pairs import apart, side_by_side
+from wlb_megatron.attention.kernels.row_sums import apart, side_by_side
 from wlb_megatron.errors import WlbError
 
 _BACKEND = FusedAttnBackend["F16_arbitrary_seqlen"]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from wlb_megatron.attention.device_layout import DeviceCall
-from wlb_megatron.attention.pairs import apart
+from wlb_megatron.attention.kernels.row_sums import apart
 
 
 class TorchKernels:

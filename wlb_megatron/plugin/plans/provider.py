@@ -1,24 +1,49 @@
-"""The dataset provider that Megatron calls on every rank."""
+"""The dataset provider that Megatron calls on every rank, and training's iterator: plans made ahead, and what follows
+each step."""
 
 from __future__ import annotations
 
+import atexit
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+from wlb_megatron.child import Child
 from wlb_megatron.errors import WlbError
-from wlb_megatron.packing.choices import began_otherwise, saved_choices
-from wlb_megatron.plugin.micro_batches.iterators import EvaluationIterator, RepeatedIterations
-from wlb_megatron.plugin.micro_batches.planning import plan_iterations
+from wlb_megatron.packing.choices import began_otherwise, saved_choices, weighs_equally
+from wlb_megatron.plugin import stores
+from wlb_megatron.plugin.flags.limits import recompute_memory
+from wlb_megatron.plugin.flags.refusal_printing import checked
+from wlb_megatron.plugin.logs import metrics, timers, trace
+from wlb_megatron.plugin.logs.flops import count_segments
+from wlb_megatron.plugin.micro_batches.iterators import (
+    EvaluationIterator,
+    MicroBatchIterator,
+    RepeatedIterations,
+)
+from wlb_megatron.plugin.micro_batches.loaded import LoadedMicroBatch
+from wlb_megatron.plugin.micro_batches.planning import (
+    PlanAhead,
+    PlannedIteration,
+    ShardSettings,
+    plan_iterations,
+)
 from wlb_megatron.plugin.plans.agreement import PlanAgreement
 from wlb_megatron.plugin.plans.data import MicroBatchSampler
+from wlb_megatron.plugin.plans.dynamic import training_plans
 from wlb_megatron.plugin.plans.first_lines import first_lines
-from wlb_megatron.plugin.plans.rank_settings import rank_layout, rank_loader, shard_settings
-from wlb_megatron.plugin.plans.resume import LoadedAt, loaded_state, restore
+from wlb_megatron.plugin.plans.planning_process import check_alive, in_a_process, plan_in_a_process
+from wlb_megatron.plugin.plans.rank_settings import rank_layout, rank_loader, reporting, shard_settings
+from wlb_megatron.plugin.plans.resume import LoadedAt, loaded_state, remember, restore
 from wlb_megatron.plugin.plans.source import Source, open_part
-from wlb_megatron.plugin.plans.training import training_iterator
+from wlb_megatron.plugin.step import recomputation
+from wlb_megatron.plugin.step.rehearsal import longest_micro_batches
 from wlb_megatron.plugin.trials.megatron_trial import try_megatron
+from wlb_megatron.refusals import Refused
+from wlb_megatron.sharding.alignment import padding
 
 
 def make_provider(sources: dict[str, Source]) -> Callable[..., tuple[Any, Any, Any]]:
@@ -102,3 +127,159 @@ def _evaluation(source: Source) -> EvaluationIterator:
     repeated = RepeatedIterations(shares, None if evaluation.full else evaluation.iterations)
     loader = rank_loader(source, MicroBatchSampler(repeated), rank_layout(source))
     return EvaluationIterator(loader, repeated, covers_set=evaluation.full)
+
+
+PLANS_AHEAD = 4
+"""Iterations planned before they are asked for."""
+
+
+def training_iterator(source: Source, agreement: PlanAgreement) -> MicroBatchIterator:
+    """Called on every rank at once. agreement: begun."""
+    from megatron.training import get_args, print_rank_0
+
+    job = source.job
+    spans, traced = stores.common_store("trace"), _traced(source)
+    remember(source, source.planner.snapshot())
+    line = recomputation.begin(
+        recompute_memory(job),
+        margin=source.config.memory_margin,
+        cap=source.config.gpu_memory,
+        on_gpu=job.device.on_gpu,
+        in_step=job.trainer.in_step,
+        registered=getattr(get_args(), "nccl_ub", False),
+    )
+    if line:
+        print_rank_0(f"> wlb_megatron: {line}")
+    settings, layout = reporting(shard_settings(source), source), rank_layout(source)
+    stores.share_failures()
+    plan_ahead = _plan_ahead(source, settings)
+    sampler = MicroBatchSampler(plan_ahead, partial(agreement.see, dp_rank=settings.dp_rank))
+    latest: int | None = None
+
+    def trained(batches: list[LoadedMicroBatch], skipped: bool) -> None:
+        nonlocal latest
+        iteration = batches[0].planned.iteration
+        if iteration == latest or iteration not in sampler.passed:
+            return  # run again by Megatron, to tell a wrong result from a wrong GPU; or out of a checkpoint for that
+        # The step must have trained what was planned.
+        latest, planned_iteration = iteration, sampler.passed[iteration]
+        places_drawn = [(batch.planned.iteration, batch.planned.index) for batch in batches]
+        if places_drawn != [(iteration, index) for index in range(len(planned_iteration.micro_batches))]:
+            raise RuntimeError(
+                f"wlb_megatron: Megatron drew {len(batches)} micro-batches, iteration {iteration} was planned with "
+                f"{len(planned_iteration.micro_batches)}: the batch size was changed behind the plan"
+            )
+        agreement.check()
+        checked(partial(_check_count, planned_iteration, job.batches.micro_batch_size))
+        # The next checkpoint is this iteration's; plans before it are not needed any more.
+        for passed in [number for number in sampler.passed if number < iteration]:
+            del sampler.passed[passed]
+        remember(source, planned_iteration.state, applied=skipped)
+        waited, step_start = plan_ahead.take_waited(), iterator.take_began()
+        if skipped:
+            _print_skipped(planned_iteration)
+            return
+        # Figures for the log.
+        count_segments([batch.bounds for batch in batches])
+        timers.add("wlb-plan-wait", waited)
+        timers.add("wlb-planning", planned_iteration.micro_batches[0].plan_seconds)
+        timers.add("wlb-predicted", (planned_iteration.predicted_ms or 0.0) / 1e3)
+        number = get_args().curr_iteration + 1
+        metrics.stepped(
+            *(number, batches, planned_iteration, source.config),
+            step_start=step_start,
+            waited=waited,
+            corpora=source.names,
+        )
+        pieces = [micro_batch.pieces for micro_batch in planned_iteration.micro_batches]
+        trace.after_iteration(number, traced, spans, pieces)
+
+    # What runs before step 1: the longest micro-batches that the job can meet.
+    rehearses = {"auto": job.device.on_gpu, "always": True, "never": False}[source.config.rehearsal]
+    max_tokens = source.planner.packer.max_tokens
+    max_tokens += padding(max_tokens, settings.alignment)
+    documents = min(source.config.max_documents, 1 + int(1.5 * max_tokens / source.mean_length))
+    rehearsal = None
+    if rehearses:
+        held_micro_batches = -(-source.planner.packer.held_tokens // max_tokens)
+        rehearsal = longest_micro_batches(
+            *(
+                max_tokens,
+                job.batches.window,
+                settings,
+                layout,
+                source.corpus,
+                documents,
+                held_micro_batches,
+            ),
+            longest_document=max(job.batches.window, source.longest),
+            count=job.sizes.micro_step_multiple,
+        )
+    # What a step's gradients are divided by.
+    equal_tokens = 0
+    if weighs_equally(source.config, source.planner.packer):
+        equal_tokens = max(1, round(job.batches.joined_window * job.sizes.data * source.trained_share))
+    iterator = MicroBatchIterator(
+        rank_loader(source, sampler, layout),
+        trained,
+        rehearsal,
+        equal_tokens,
+        defers_losses=not job.trainer.shards_weights,
+    )
+    return iterator
+
+
+def _plan_ahead(source: Source, settings: ShardSettings) -> PlanAhead:
+    """What makes iterations early: a thread that plans, or that takes the plans of a process or of dynamic groups."""
+    from megatron.training import print_rank_0
+    from megatron.training.utils import is_last_rank
+
+    planner, config = source.planner, source.config
+    make: Callable[[], Iterator[PlannedIteration]] = partial(plan_iterations, planner, settings)
+    processes: list[Child] = []
+    if in_a_process(planner, config, source.mean_length):
+        documents_each = planner.global_tokens / source.mean_length
+        print_rank_0(
+            f"> wlb_megatron: a process on each rank plans iterations, of about {documents_each:,.0f} documents"
+        )
+        logs = config.log_plans and is_last_rank()
+        make = partial(plan_in_a_process, planner, settings, keeps_plans=logs, started=processes.append)
+    if config.cp_mode == "dynamic":
+        make = training_plans(source, settings, lambda: plan_ahead)
+    plan_ahead = PlanAhead(make, PLANS_AHEAD, lambda: check_alive(processes))
+    if config.cp_mode == "dynamic":
+        atexit.register(plan_ahead.close)
+    return plan_ahead
+
+
+def _check_count(planned_iteration: PlannedIteration, micro_batch_size: int) -> None:
+    """Refused if Megatron's count of windows is not the plan's: its checkpoint would then be of another number of
+    samples than the packing state in it. micro_batch_size: windows."""
+    from megatron.core.num_microbatches_calculator import get_current_running_global_batch_size
+    from megatron.training import get_args
+
+    before, size = get_args().consumed_train_samples, get_current_running_global_batch_size()
+    if (before + size) // micro_batch_size != planned_iteration.samples:
+        raise Refused(
+            f"the plan has trained {planned_iteration.samples * micro_batch_size:,} samples with this iteration, "
+            f"Megatron counts {before:,} and a global batch of {size:,}: something has changed its count, or the batch "
+            "size, behind the plan; resume from the last checkpoint without it"
+        )
+
+
+def _traced(source: Source) -> trace.Traced | None:
+    job = source.job
+    if job.config.trace is None:
+        return None
+    sizes = job.sizes.context, job.sizes.tensor
+    return trace.Traced(Path(job.config.trace), job.config.trace_iteration, job.device.on_gpu, *sizes)
+
+
+def _print_skipped(planned_iteration: PlannedIteration) -> None:
+    from megatron.training import print_rank_0
+
+    summary = planned_iteration.micro_batches[0].summary
+    print_rank_0(
+        f"> wlb_megatron: an iteration of --iterations-to-skip: its {summary.documents} documents, {summary.tokens} "
+        "tokens, are used up and not trained"
+    )

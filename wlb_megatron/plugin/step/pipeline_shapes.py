@@ -184,7 +184,7 @@ def _with_known_shapes(forward_backward: Callable[..., Any]) -> Callable[..., An
 
         from wlb_megatron.plugin.logs import logged_losses, timers, trace
         from wlb_megatron.plugin.micro_batches.iterators import draw_step, planned_iterator
-        from wlb_megatron.plugin.step import grouped_steps, offloading, recomputation
+        from wlb_megatron.plugin.step import grouped_steps, recomputation
         from wlb_megatron.plugin.step.deferred_losses import deferring, returns_its_losses
         from wlb_megatron.plugin.step.losses import check_together
         from wlb_megatron.plugin.step.rehearsal import REHEARSAL, rehearse, same_again
@@ -226,7 +226,7 @@ def _with_known_shapes(forward_backward: Callable[..., Any]) -> Callable[..., An
             try:
                 with running, recomputing, divided, deferred:  # what is counted is then divided
                     if training and chunks == 1:
-                        offloading.begin_step(len(batches))
+                        grouped_steps.prepare_offloading(len(batches))
                     return forward_backward(
                         data_iterator=iterators if chunks > 1 else iterators[0],
                         num_microbatches=len(batches),
