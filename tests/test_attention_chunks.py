@@ -17,8 +17,7 @@ from wlb_megatron.attention.device_layout import device_layout
 from wlb_megatron.attention.kernels.torch_backend import TorchKernels
 from wlb_megatron.attention.key_cache import KeyCache, cached_bytes, clear_caches
 from wlb_megatron.attention.sharded_attention import sharded_attention
-from wlb_megatron.pipeline.groups import groups
-from wlb_megatron.pipeline.orders import grouped_orders
+from wlb_megatron.pipeline.orders import grouped_orders, groups
 from wlb_megatron.plan import Piece
 from wlb_megatron.registry import SHARDINGS
 from wlb_megatron.sharding.calls.attention_calls import attention_layout

@@ -28,8 +28,7 @@ from wlb_megatron.packing.packer import PackingJob
 from wlb_megatron.packing.summary import Summariser
 from wlb_megatron.packing.varlen.outlier_queues import Item
 from wlb_megatron.packing.varlen.varlen_packer import VarlenPacker
-from wlb_megatron.pipeline.groups import documents_in_chunks, groups
-from wlb_megatron.pipeline.orders import grouped_orders, in_flight
+from wlb_megatron.pipeline.orders import documents_in_chunks, grouped_orders, groups, in_flight
 from wlb_megatron.pipeline.step_law import StepLaw, most_held
 from wlb_megatron.plan import IterationPlan, MicroBatch, Piece
 from wlb_megatron.simulator.lengths import long_tailed

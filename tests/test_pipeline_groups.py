@@ -11,8 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wlb_megatron.pipeline.groups import groups, joined_groups
-from wlb_megatron.pipeline.orders import Step, grouped_orders, in_flight, interleaved, pipeline_orders
+from wlb_megatron.pipeline.orders import (
+    Step,
+    grouped_orders,
+    groups,
+    in_flight,
+    interleaved,
+    joined_groups,
+    pipeline_orders,
+)
 from wlb_megatron.pipeline.schedule import pipeline_events
 from wlb_megatron.pipeline.step_law import step_time
 from wlb_megatron.plan import Piece

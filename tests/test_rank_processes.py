@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from wlb_megatron.child import run_ranks
 from wlb_megatron.errors import WlbError
-from wlb_megatron.rank_processes import run_ranks
 
 WAIT = "import time; time.sleep(600)"
 

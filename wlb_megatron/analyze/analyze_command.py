@@ -13,7 +13,7 @@ from wlb_megatron.analyze.search import search, settings_tried
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.blocks import Lengths
 from wlb_megatron.errors import WlbError
-from wlb_megatron.pipeline.groups import documents_in_chunks
+from wlb_megatron.pipeline.orders import documents_in_chunks
 from wlb_megatron.report.progress import progress
 from wlb_megatron.report.trace import chrome_trace
 from wlb_megatron.settings_flags import add_setting

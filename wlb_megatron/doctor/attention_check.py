@@ -12,8 +12,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from wlb_megatron.child import run_ranks
 from wlb_megatron.errors import WlbError
-from wlb_megatron.rank_processes import run_ranks
 
 LENGTHS = [9, 1, 190, 24, 3, 77, 16, 64]
 """Documents (tokens) of the micro-batch: short ones, one of one token, and one that is cut over all ranks."""

@@ -11,7 +11,7 @@ from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.audit import audit
 from wlb_megatron.packing.fixed.batch_schedule import BatchSchedule
 from wlb_megatron.packing.packer import Batch, Packer
-from wlb_megatron.pipeline.groups import groups
+from wlb_megatron.pipeline.orders import groups
 from wlb_megatron.plan import IterationPlan, MicroBatch, Piece
 
 STATE_VERSION = 3

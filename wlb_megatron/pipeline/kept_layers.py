@@ -18,8 +18,7 @@ from dataclasses import astuple, dataclass
 import numpy as np
 import numpy.typing as npt
 
-from wlb_megatron.pipeline.groups import documents_in_chunks
-from wlb_megatron.pipeline.orders import Step, grouped_orders
+from wlb_megatron.pipeline.orders import Step, documents_in_chunks, grouped_orders
 from wlb_megatron.plan import MicroBatch
 from wlb_megatron.workload.cost_model import UNITS_PER_TOKEN
 from wlb_megatron.workload.stage_memory import StageMemory

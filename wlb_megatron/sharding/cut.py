@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from wlb_megatron.pipeline.groups import groups, joined_groups
+from wlb_megatron.pipeline.orders import groups, joined_groups
 from wlb_megatron.plan import PADDING, IterationPlan, Piece
 from wlb_megatron.registry import SHARDINGS
 from wlb_megatron.sharding.alignment import padding

@@ -15,7 +15,7 @@ from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.varlen.delay_bound import Limits
 from wlb_megatron.packing.varlen.outlier_queues import OutlierQueues
 from wlb_megatron.packing.varlen.varlen_packer import VarlenPacker
-from wlb_megatron.pipeline.groups import groups
+from wlb_megatron.pipeline.orders import groups
 from wlb_megatron.plan import IterationPlan, Piece
 from wlb_megatron.workload.cost_model import UNITS_PER_TOKEN, CostModel
 

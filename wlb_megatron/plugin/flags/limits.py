@@ -12,8 +12,7 @@ from wlb_megatron.documents.lengths import Bound
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.chunks.choose_chunks import chunk_capacity
 from wlb_megatron.packing.memory_limits import GpuMemory, with_lmax
-from wlb_megatron.plugin.flags.memory_flags import MemoryFlags
-from wlb_megatron.plugin.flags.trained_model import LARGE_VOCABULARY
+from wlb_megatron.plugin.flags.trained_model import LARGE_VOCABULARY, MemoryFlags
 from wlb_megatron.plugin.flags.training_job import TrainingJob
 from wlb_megatron.workload.cost_model import (
     CostModel,

@@ -17,8 +17,7 @@ from wlb_megatron.config import WlbConfig
 from wlb_megatron.packing.chunks.chunk_limits import Trainer
 from wlb_megatron.plugin.flags.batch_sizes import BatchSizes
 from wlb_megatron.plugin.flags.data_paths import DataPaths, FineTuning
-from wlb_megatron.plugin.flags.memory_flags import MemoryFlags
-from wlb_megatron.plugin.flags.trained_model import TrainedModel, balancing_of, layer_kinds
+from wlb_megatron.plugin.flags.trained_model import MemoryFlags, TrainedModel, balancing_of, layer_kinds
 from wlb_megatron.plugin.flags.versions import megatron_version
 from wlb_megatron.refusals import delta_nets, one_length
 from wlb_megatron.sharding.alignment import multiple

@@ -20,7 +20,7 @@ import torch
 
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents import passes
-from wlb_megatron.pipeline.groups import documents_in_chunks
+from wlb_megatron.pipeline.orders import documents_in_chunks
 from wlb_megatron.plan import IterationPlan
 from wlb_megatron.plugin.job_state import part
 from wlb_megatron.plugin.logs import stragglers

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from wlb_megatron.pipeline.groups import documents_in_chunks
+from wlb_megatron.pipeline.orders import documents_in_chunks
 from wlb_megatron.pipeline.schedule import Event
 from wlb_megatron.plan import Piece
 from wlb_megatron.plugin.job_state import part

@@ -24,8 +24,8 @@ import numpy as np
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.saved_pieces import packed_waiting
 from wlb_megatron.packing.summary import PlanSummary, Summariser
-from wlb_megatron.pipeline.groups import groups, joined_groups
 from wlb_megatron.pipeline.kept_layers import Load, joined_loads, loads_of
+from wlb_megatron.pipeline.orders import groups, joined_groups
 from wlb_megatron.plan import IterationPlan, Piece
 from wlb_megatron.sharding.chunks import links_of
 from wlb_megatron.sharding.cut import cut, pad
@@ -55,7 +55,7 @@ class PlannedMicroBatch:
     group: the ranks that share it; None: Megatron's context-parallel group. predictions: numbers for the whole
     iteration, see documents.blend; empty if nothing asks for them. steps: micro-batches of the iteration on every
     rank, which need not be as many as Megatron counts. chunk_groups: sizes of the groups that this rank's micro-batches
-    form (pipeline/groups.py); empty if no document is in chunks. loads: tokens and documents of all micro-batches of
+    form (pipeline/orders.py); empty if no document is in chunks. loads: tokens and documents of all micro-batches of
     the iteration, by which layers are kept; empty if steps run the flags of recomputation.
     """
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
+from wlb_megatron.child import run_ranks
 from wlb_megatron.errors import WlbError
 from wlb_megatron.plugin.flags.training_job import TrainingJob
 from wlb_megatron.plugin.flags.versions import (
@@ -32,7 +33,6 @@ from wlb_megatron.plugin.flags.versions import (
 from wlb_megatron.plugin.job_state import part
 from wlb_megatron.plugin.micro_batches.loaded import DocumentRows
 from wlb_megatron.plugin.model.delta_nets import AtDocuments, Running, exact_rule, kernels
-from wlb_megatron.rank_processes import run_ranks
 from wlb_megatron.refusals import Refused, RefusedHere
 from wlb_megatron.registry import USUAL_KERNELS
 from wlb_megatron.workload.memory import DeltaNets
