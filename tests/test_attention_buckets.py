@@ -155,17 +155,15 @@ def test_a_warm_up_calls_each_graph_forward_and_backward_and_again_where_recompu
         (True, 9, Bucket(32, 7, 9)),
     ]
     heads = {
-        "heads": 2,
-        "kv_heads": 1,
-        "dim": 8,
-        "v_dim": 8,
+        "heads": (2, 1),
+        "dims": (8, 8),
         "scale": 1.0,
         "dtype": torch.float32,
         "device": "cpu",
     }
     for recompute in (False, True):
         kernels = Watched()
-        assert warm_up(kernels, graphs, **heads, recompute=recompute) == 3
+        warm_up(kernels, graphs, **heads, recompute=recompute)
         for causal, window, size in graphs:
             at = bucket(*size), causal, window
             assert kernels.calls.count(("forward", *at)) == 1 + recompute
@@ -209,7 +207,7 @@ def test_a_warm_up_runs_equal_sequences_whole_and_tells_the_kernels_to_expect_th
             return super().forward(call, q, kv, scale)
 
     kernels = Watched()
-    heads = {"heads": 2, "kv_heads": 1, "dim": 8, "v_dim": 8, "scale": 1.0}
+    heads = {"heads": (2, 1), "dims": (8, 8), "scale": 1.0}
     graphs = [(True, None, Equal(2, 16, 16)), (False, None, Equal(1, 16, 48))]
     warm_up(kernels, graphs, **heads, dtype=torch.float32, device="cpu")
     assert kernels.expected == [

@@ -341,7 +341,7 @@ def test_what_a_warm_up_ran_as_a_batch_comes_as_one_in_training(asked, window):
     made = [attention_layout(plan, rank, window) for rank in range(3)]
     graphs = [graph for layout in made for graph in repeated(layout, windowed=window is not None)]
     assert window is not None or (False, None, Equal(1, 16, 16)) in graphs
-    shape = {"heads": 4, "kv_heads": 2, "dim": 4, "v_dim": 4, "scale": SCALE}
+    shape = {"heads": (4, 2), "dims": (4, 4), "scale": SCALE}
     warm_up(kernels, graphs, **shape, dtype=torch.float64, device="cpu")
     sizes = {tuple(size) for *_, size in graphs}
     for layout in (device_layout(attention, "cpu") for attention in made):

@@ -256,8 +256,8 @@ LONG_SIGNATURES = {
     "_merge",
     "_spread",
     "_sum_pairs",
-    *("choose_chunks", "gpu_memory", "inspect_plans", "longest_micro_batches", "make_packer", "_make_varlen"),
-    *("plan_job", "plan_step", "sharded_attention", "warm_up"),
+    *("choose_chunks", "gpu_memory", "inspect_plans", "make_packer", "_make_varlen"),
+    *("plan_job", "plan_step", "sharded_attention"),
 }
 """Functions that still take more, the first three as Triton's kernels do. No other may."""
 

@@ -77,9 +77,7 @@ def test_a_document_in_chunks_is_rehearsed_whole_with_every_micro_batch_full(
 ) -> None:
     corpus, _ = documents
     settings = ShardSettings(0, 2, 2, "hybrid", h100())
-    rehearsal = longest_micro_batches(
-        24, 64, settings, Layout(1, 1, 8, True), corpus, in_flight=4, longest_document=60
-    )
+    rehearsal = longest_micro_batches(24, 64, settings, Layout(1, 1, 8, True), corpus, chunked=(4, 60))
     planned = [batch.planned for batch in rehearsal.batches]
     chunks = [micro_batch.pieces[0] for micro_batch in planned]
     assert [(chunk.prefix, chunk.tokens) for chunk in chunks] == [(0, 24), (24, 24), (48, 12), (0, 24)]

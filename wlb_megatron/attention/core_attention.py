@@ -203,10 +203,11 @@ class WlbCoreAttention:
         warm_up(
             self.kernels[1],
             graphs,
-            heads=config.num_attention_heads // tp,
-            kv_heads=max(1, (config.num_query_groups or config.num_attention_heads) // tp),
-            dim=self._dim,
-            v_dim=self._v_dim,
+            heads=(
+                config.num_attention_heads // tp,
+                max(1, (config.num_query_groups or config.num_attention_heads) // tp),
+            ),
+            dims=(self._dim, self._v_dim),
             scale=self._scale,
             dtype=config.params_dtype,
             device="cuda",

@@ -34,35 +34,34 @@ def warm_up(
     kernels: Kernels,
     graphs: Iterable[Warmable],
     *,
-    heads: int,
-    kv_heads: int,
-    dim: int,
-    v_dim: int,
+    heads: tuple[int, int],
+    dims: tuple[int, int],
     scale: float,
     dtype: torch.dtype,
     device: torch.device | str,
     recompute: bool = False,
-) -> int:
-    """Runs one call of each graph (causal, window, sizes), and returns how many.
+) -> None:
+    """Runs one call of each graph (causal, window, sizes).
 
     A bucket of sizes gets one token. Equal sequences are run at full size, and the kernels expect them from then on.
-    With `recompute` the forward also runs in backward. `heads`, `kv_heads`, `dim`, `v_dim` and `scale` are those of
-    the layers on this device; graphs are cached by these, too.
+    Graphs are cached by what layers on this device have, too.
+
+    Args:
+        heads: Heads of queries and of keys.
+        dims: Channels of a head's queries and keys, and of its values.
+        scale: The softmax's.
+        recompute: The forward also runs in backward.
     """
-    calls = 0
-    if not kernels.takes(dim, v_dim):
-        v_dim = dim
+    dim, v_dim = dims if kernels.takes(*dims) else dims[:1] * 2
     for causal, window, size in graphs:
         call = _warming_call(causal, window, size, device)
-        q = torch.zeros(call.q_rows, heads, dim, dtype=dtype, device=device, requires_grad=True)
-        k, v = (torch.zeros(call.kv_rows, kv_heads, d, dtype=dtype, device=device) for d in (dim, v_dim))
+        q = torch.zeros(call.q_rows, heads[0], dim, dtype=dtype, device=device, requires_grad=True)
+        k, v = (torch.zeros(call.kv_rows, heads[1], d, dtype=dtype, device=device) for d in (dim, v_dim))
         kv = side_by_side(k, v)
         if call.equal:
             cast(GraphKernels, kernels).expect(call, q, kv)
         out = _Once.apply(q, kv, call, kernels, scale, recompute)
         torch.autograd.grad(out, q, torch.zeros_like(out))
-        calls += 1
-    return calls
 
 
 def _warming_call(

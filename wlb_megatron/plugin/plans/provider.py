@@ -203,16 +203,8 @@ def training_iterator(source: Source, agreement: PlanAgreement) -> MicroBatchIte
     if rehearses:
         held_micro_batches = -(-source.planner.packer.held_tokens // max_tokens)
         rehearsal = longest_micro_batches(
-            *(
-                max_tokens,
-                job.batches.window,
-                settings,
-                layout,
-                source.corpus,
-                documents,
-                held_micro_batches,
-            ),
-            longest_document=max(job.batches.window, source.longest),
+            *(max_tokens, job.batches.window, settings, layout, source.corpus, documents),
+            chunked=(held_micro_batches, max(job.batches.window, source.longest)),
             count=job.sizes.micro_step_multiple,
         )
     # What a step's gradients are divided by.

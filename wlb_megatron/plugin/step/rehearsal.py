@@ -61,8 +61,7 @@ def longest_micro_batches(
     layout: Layout,
     corpus: Blend,
     documents: int = 1,
-    in_flight: int = 0,
-    longest_document: int = 0,
+    chunked: tuple[int, int] = (0, 0),
     count: int = 1,
 ) -> Rehearsal:
     """A batch of max_tokens as documents of one window, cut per document: every rank needs all keys.
@@ -71,11 +70,11 @@ def longest_micro_batches(
 
     Args:
         documents: how many a micro-batch of max_tokens may hold.
-        in_flight: micro-batches that run forward before the first backward: so many batches, of which the first are a
-            document of longest_document tokens in chunks. With 0 one batch stands for all of the schedule's.
+        chunked: micro-batches that run forward before the first backward: so many batches, of which the first are a
+            document of so many tokens in chunks. With 0 one batch stands for all of the schedule's.
         count: the schedule takes a multiple of so many batches, and the shortest ones fill up.
     """
-    usable = max_tokens // settings.alignment * settings.alignment
+    usable, (in_flight, longest_document) = max_tokens // settings.alignment * settings.alignment, chunked
     rows = in_chunks(usable, in_flight, longest_document) if in_flight > 1 else [_of_windows(usable, window)]
     together = (in_flight, *(1 for _ in range(-in_flight % count))) if in_flight > 1 else ()
     rows += [(Piece(0, 1 + number, 0, settings.alignment),) for number in range(in_flight, sum(together))]
