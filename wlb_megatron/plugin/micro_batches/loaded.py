@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
@@ -15,8 +15,6 @@ from wlb_megatron.sharding.segments import ShardPlan
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
-
-    Parts = TypeVar("Parts", bound=DataclassInstance)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +47,21 @@ class Layout:
         return self if group is None else replace(self, cp_rank=self.stage_rank - group.start)
 
 
+class Pinned:
+    """torch's data loader calls pin_memory; it does not look into a dataclass by itself."""
+
+    __slots__ = ()
+
+    def pin_memory(self) -> Self:
+        """The same with all its tensors in pinned memory, so that copies to the GPU need not wait."""
+        parts: Any = self
+        values = {field.name: getattr(parts, field.name) for field in fields(parts)}
+        pinned = {name: value.pin_memory() for name, value in values.items() if hasattr(value, "pin_memory")}
+        return replace(parts, **pinned)
+
+
 @dataclass(frozen=True, slots=True)
-class HeldTokens:
+class HeldTokens(Pinned):
     """The t tokens that this rank embeds or scores, in the order in which it holds them.
 
     tokens, labels, position_ids: int64[1 + follows, t]. loss_mask: float32[1 + follows, t]. Row k is what is k tokens
@@ -64,12 +75,9 @@ class HeldTokens:
     position_ids: torch.Tensor
     predicted: float
 
-    def pin_memory(self) -> HeldTokens:
-        return _pinned(self)
-
 
 @dataclass(frozen=True, slots=True)
-class DocumentRows:
+class DocumentRows(Pinned):
     """How all tokens of a micro-batch, rank by rank, are put in its documents' order; for gated delta nets.
 
     Args:
@@ -98,9 +106,6 @@ class DocumentRows:
         starts = torch.from_numpy(plan.piece_starts.astype(np.int32))
         return cls(starts, starts, torch.from_numpy(gathered), torch.from_numpy(order))
 
-    def pin_memory(self) -> DocumentRows:
-        return _pinned(self)
-
     def cuda(self) -> DocumentRows:
         """The same on the current GPU, the starts there and on the host."""
         moved = {
@@ -112,7 +117,7 @@ class DocumentRows:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedMicroBatch:
+class LoadedMicroBatch(Pinned):
     """One micro-batch on this rank. It holds t of the micro-batch's T tokens.
 
     layout: the rank's, within the group that shares the micro-batch. attention: the rank's attention calls. bounds:
@@ -131,22 +136,11 @@ class LoadedMicroBatch:
     document_of: torch.Tensor | None = None
     documents: DocumentRows | None = None
 
-    def pin_memory(self) -> LoadedMicroBatch:
-        """torch's data loader calls this with pin_memory=True; it does not look into a dataclass by itself."""
-        return _pinned(self)
-
     @property
     def activation_shape(self) -> tuple[int, int, int]:
         """Shape of the hidden states that pipeline stages hand on: [tokens held, 1, hidden]."""
         tokens = self.planned.shard.tokens_per_rank[self.layout.cp_rank]
         return tokens // self.layout.activation_divisor, 1, self.layout.hidden_size
-
-
-def _pinned(parts: Parts) -> Parts:
-    """The same with all its tensors in pinned memory, so that copies to the GPU need not wait."""
-    values = {field.name: getattr(parts, field.name) for field in fields(parts)}
-    pinned = {name: value.pin_memory() for name, value in values.items() if hasattr(value, "pin_memory")}
-    return replace(parts, **pinned)
 
 
 def share(parts: DataclassInstance) -> None:

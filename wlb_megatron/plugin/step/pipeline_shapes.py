@@ -143,35 +143,13 @@ def wrap_get_forward_backward_func(original: Callable[..., Any]) -> Callable[...
     return get_forward_backward_func
 
 
-def _orders(micro_batches: int, model: Any, chunks: int, groups: Sequence[int]) -> dict[str, list[int]]:
-    from megatron.core import parallel_state
-    from megatron.core.utils import get_model_config
-
-    stages = parallel_state.get_pipeline_model_parallel_world_size()
-    stage = parallel_state.get_pipeline_model_parallel_rank()
-    group = get_model_config(model[0]).microbatch_group_size_per_vp_stage if chunks > 1 else 1
-    return transfer_orders(micro_batches, stage, stages, chunks, group, groups)
-
-
-def _micro_batch_count(windows: int, model: Any) -> int:
-    """Micro-batches that the schedule takes, at least `windows`; interleaved, a multiple of its group."""
-    from megatron.core.utils import get_model_config
-
-    if not isinstance(model, list) or len(model) == 1:
-        return windows
-    group = get_model_config(model[0]).microbatch_group_size_per_vp_stage
-    return -(-windows // group) * group
-
-
 def _divided_losses(
-    model: Any, batches: Sequence[LoadedMicroBatch], equal_tokens: int
+    config: Any, batches: Sequence[LoadedMicroBatch], equal_tokens: int
 ) -> AbstractContextManager[None]:
-    """Losses divided before their backward, where losses.py says so. equal_tokens: 0 for those of the step."""
-    from megatron.core.utils import get_model_config
-
+    """Losses divided before their backward, where losses.py says so. config: the model's. equal_tokens: 0 for those of
+    the step."""
     from wlb_megatron.plugin.step.losses import divided_losses
 
-    config = get_model_config(model[0] if isinstance(model, list) else model)
     if not (equal_tokens or config.fp16):
         return nullcontext()
     return divided_losses(config, equal_tokens or max(1, batches[0].planned.predictions[0]))
@@ -200,16 +178,20 @@ def _with_known_shapes(forward_backward: Callable[..., Any]) -> Callable[..., An
                     "pretrain() that it held before enable(): call enable() before anything imports megatron.training"
                 )
             return forward_backward(data_iterator=data_iterator, num_microbatches=num_microbatches, **kwargs)
+        model = kwargs["model"]
+        config = get_model_config(model[0] if isinstance(model, list) else model)
+        chunks = len(model) if isinstance(model, list) else 1
+        turns = config.microbatch_group_size_per_vp_stage if chunks > 1 else 1
 
         def step(batches: Sequence[LoadedMicroBatch]) -> Any:
-            model, queues = kwargs["model"], part(KnownShapes)
-            chunks = len(model) if isinstance(model, list) else 1
-            shapes = [batch.activation_shape for batch in batches]
-            groups = batches[0].planned.chunk_groups if training else ()
-            queues.queue = ShapeQueue(shapes, _orders(len(batches), model, chunks, groups))
+            queues, groups = part(KnownShapes), batches[0].planned.chunk_groups if training else ()
+            stages = parallel_state.get_pipeline_model_parallel_world_size()
+            stage = parallel_state.get_pipeline_model_parallel_rank()
+            orders = transfer_orders(len(batches), stage, stages, chunks, turns, groups)
+            queues.queue = ShapeQueue([batch.activation_shape for batch in batches], orders)
             draw_next = draw_ahead if training and batches[0].planned.iteration != REHEARSAL else None
             equal = source.equal_tokens * num_microbatches
-            divided = _divided_losses(model, batches, equal) if training else nullcontext()
+            divided = _divided_losses(config, batches, equal) if training else nullcontext()
             check_together(len(batches))
             if training:
                 logged_losses.begin_step(batches[0].planned)
@@ -217,7 +199,7 @@ def _with_known_shapes(forward_backward: Callable[..., Any]) -> Callable[..., An
             is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
             deferred = deferring(
                 bool(groups) and source.defers_losses and returns_its_losses(model),
-                get_model_config(model[0] if isinstance(model, list) else model),
+                config,
                 len(batches) if is_last else 0,
             )
             iterators = [_drawn(batches, draw_next), *(_drawn(batches) for _ in range(chunks - 1))]
@@ -244,8 +226,8 @@ def _with_known_shapes(forward_backward: Callable[..., Any]) -> Callable[..., An
         if rehearsal is not None:
             repeated = rehearsal.batches
             if len(repeated) == 1:
-                repeated = same_again(repeated[0], _micro_batch_count(num_microbatches, kwargs["model"]))
-            rehearse(lambda: step(repeated), kwargs["model"], rehearsal)
+                repeated = same_again(repeated[0], -(-num_microbatches // turns) * turns)
+            rehearse(lambda: step(repeated), model, rehearsal)
         start = time.perf_counter()
         batches = draw_step(first)
         if training:
