@@ -52,10 +52,10 @@ ARRIVES: list[tuple[dict[str, Any], str, Any]] = [
     ({**MOE, "moe_ffn_hidden_size": None}, "model.active_ffn", 2 * 5632),
     (
         {**MOE, "moe_router_load_balancing_type": ["seq_aux_loss"]},
-        "model.experts.balancing",
+        "trainer.balancing",
         ("seq_aux_loss",),
     ),
-    (MOE, "model.experts.memory", Experts(8, 1024)),
+    (MOE, "model.experts", Experts(8, 1024)),
     (MLA, "model.kv_heads", 16),
     (MLA, "model.head_dim", 192),
     (MLA, "model.value_dim", 96),

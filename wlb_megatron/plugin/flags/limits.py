@@ -103,7 +103,7 @@ def gpu_memory(job: TrainingJob, *, even_with_experts: bool = False) -> GpuMemor
         bytes_here = int(size * GIB)
     return GpuMemory(
         *(bytes_here, shape, layout, job.batches.joined_window, job.alignment, job.given.memory_margin),
-        experts=None if experts is None else experts.memory,
+        experts=experts,
         layers=job.memory.patterns,
         depths=job.memory.depths,
     )

@@ -7,39 +7,10 @@ from typing import Any
 
 from wlb_megatron.refusals import delta_nets
 from wlb_megatron.workload.cost_model import latent_parameters, layer_parameters
-from wlb_megatron.workload.memory import WHOLE, WHOLE_NET, DeltaNets
-from wlb_megatron.workload.memory import Experts as ExpertsMemory
+from wlb_megatron.workload.memory import WHOLE, WHOLE_NET, DeltaNets, Experts
 
 LARGE_VOCABULARY = 131072
 """Assumed where only the tokenizer knows, which is built after the flags are checked."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LatentAttention:
-    """Multi-latent attention: ranks of the two compressions (query 0: not compressed), channels of a head's parts."""
-
-    query_rank: int
-    key_rank: int
-    head: int
-    position: int
-    value: int
-
-    def parameters(self, hidden: int, heads: int) -> int:
-        """Weights of a layer's projections."""
-        return latent_parameters(
-            *(hidden, heads, self.query_rank, self.key_rank), (self.head, self.position, self.value)
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Experts:
-    """A layer's experts. `ffn` is the width of all that a token passes, `balancing` has the kinds of the routers'
-    balancing losses, `memory` is one layer's as the memory model counts it."""
-
-    count: int
-    ffn: int
-    balancing: tuple[str, ...]
-    memory: ExpertsMemory | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +21,10 @@ class TrainedModel:
         layers: layers with attention.
         ffn: the MLP's width; the mean of a layer with attention, if MLPs are layers of their own (HybridModel) or
             other layers have none (delta_nets).
+        active_ffn: width of the MLP that a token passes, over all its experts.
         head_dim: channels of a query or key head.
         value_dim: channels of a value head.
+        projections: weights of a layer's projections with multi-latent attention, None without.
         positions: --max-position-embeddings.
         depths: further tokens that are predicted (--mtp-num-layers).
         vocabulary: rows of the embedding, None if only the tokenizer knows.
@@ -65,6 +38,7 @@ class TrainedModel:
     layers: int
     hidden: int
     ffn: int
+    active_ffn: int
     heads: int
     kv_heads: int
     head_dim: int
@@ -73,7 +47,7 @@ class TrainedModel:
     gated: bool
     tied: bool = False
     dropout: bool = False
-    latent: LatentAttention | None = None
+    projections: int | None = None
     experts: Experts | None = None
     delta_nets: DeltaNets | None = None
     depths: int = 0
@@ -87,24 +61,32 @@ class TrainedModel:
     @classmethod
     def of(cls, args: Any) -> TrainedModel:
         """args: Megatron's validated arguments."""
-        latent, heads = _latent(args), args.num_attention_heads
-        head_dim = latent.head + latent.position if latent else args.kv_channels or args.hidden_size // heads
+        heads, latent = args.num_attention_heads, getattr(args, "multi_latent_attention", False)
+        head_dim = args.kv_channels or args.hidden_size // heads
+        value_dim, projections = head_dim, None
+        if latent:
+            dims = args.qk_head_dim, args.qk_pos_emb_head_dim, args.v_head_dim
+            head_dim, value_dim = sum(dims[:2]), dims[2]
+            ranks = args.q_lora_rank or 0, args.kv_lora_rank
+            projections = latent_parameters(args.hidden_size, heads, *ranks, dims)
         grouped = args.group_query_attention and not latent
         window, whole_layers = _windows(args)
         attention, dense, _ = layer_kinds(args)
+        ffn, experts = args.ffn_hidden_size * dense // attention, _experts(args)
         return cls(
             layers=attention,
             hidden=args.hidden_size,
-            ffn=args.ffn_hidden_size * dense // attention,
+            ffn=ffn,
+            active_ffn=ffn if experts is None else _active_ffn(args, experts),
             heads=heads,
             kv_heads=args.num_query_groups if grouped else heads,
             head_dim=head_dim,
-            value_dim=latent.value if latent else head_dim,
+            value_dim=value_dim,
             gated=args.swiglu,
             tied=not args.untie_embeddings_and_output_weights,
             dropout=args.hidden_dropout > 0,
-            latent=latent,
-            experts=_experts(args),
+            projections=projections,
+            experts=experts,
             delta_nets=_delta_nets(args),
             depths=getattr(args, "mtp_num_layers", None) or 0,
             positions=args.max_position_embeddings,
@@ -117,19 +99,15 @@ class TrainedModel:
         )
 
     @property
-    def active_ffn(self) -> int:
-        """Width of the MLP that a token passes, over all its experts."""
-        return self.ffn if self.experts is None else self.experts.ffn
-
-    @property
     def layer_parameters(self) -> int:
         """Weights of a layer's matrix products that a token passes."""
-        latent, nets = self.latent, self.delta_nets
-        query, key = (0, 0) if latent else (self.heads * self.head_dim, self.kv_heads * self.head_dim)
+        nets, query, key = self.delta_nets, self.heads * self.head_dim, self.kv_heads * self.head_dim
+        if self.projections is not None:
+            query = key = 0
         parameters = layer_parameters(self.hidden, query, key, self.active_ffn, gated=self.gated)
         if nets:
             parameters += nets.work(self.hidden) * nets.layers // self.layers
-        return parameters + (latent.parameters(self.hidden, self.heads) if latent else 0)
+        return parameters + (self.projections or 0)
 
 
 def layer_symbols(args: Any) -> str:
@@ -168,32 +146,27 @@ def _delta_nets(args: Any) -> DeltaNets | None:
     )
 
 
-def _latent(args: Any) -> LatentAttention | None:
-    if not getattr(args, "multi_latent_attention", False):
+def _experts(args: Any) -> Experts | None:
+    if not args.num_experts or not layer_kinds(args)[2]:
         return None
-    return LatentAttention(
-        query_rank=args.q_lora_rank or 0,
-        key_rank=args.kv_lora_rank,
-        head=args.qk_head_dim,
-        position=args.qk_pos_emb_head_dim,
-        value=args.v_head_dim,
+    return Experts(
+        args.num_experts,
+        args.moe_ffn_hidden_size or args.ffn_hidden_size,
+        args.expert_model_parallel_size or 1,
+        args.expert_tensor_parallel_size or args.tensor_model_parallel_size,
+        args.moe_router_topk,
+        shared=getattr(args, "moe_shared_expert_intermediate_size", None) or 0,
     )
 
 
-def _experts(args: Any) -> Experts | None:
-    attention, dense, experts = layer_kinds(args)
-    if not args.num_experts or not experts:
-        return None
-    one, experts_per_token = args.moe_ffn_hidden_size or args.ffn_hidden_size, args.moe_router_topk
-    tensor = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
-    shared = getattr(args, "moe_shared_expert_intermediate_size", None) or 0
-    parallel = args.expert_model_parallel_size or 1
-    memory = ExpertsMemory(args.num_experts, one, parallel, tensor, experts_per_token, shared=shared)
-    ffn = one * experts_per_token
-    if experts != attention:
-        mlp_layers = dense if getattr(args, "hybrid_layer_pattern", None) else 0
-        ffn = (ffn * experts + args.ffn_hidden_size * mlp_layers) // attention
-    return Experts(count=args.num_experts, ffn=ffn, balancing=balancing_of(args), memory=memory)
+def _active_ffn(args: Any, experts: Experts) -> int:
+    """Of a layer with attention, in the mean; other layers may have the experts or MLPs."""
+    attention, dense, layers = layer_kinds(args)
+    ffn = experts.ffn * experts.chosen
+    if layers == attention:
+        return ffn
+    mlp_layers = dense if getattr(args, "hybrid_layer_pattern", None) else 0
+    return (ffn * layers + args.ffn_hidden_size * mlp_layers) // attention
 
 
 def balancing_of(args: Any) -> tuple[str, ...]:

@@ -228,7 +228,7 @@ def profile_of(path: str | None, model: TrainedModel, tensor: int) -> Profile | 
         {
             "hidden": model.hidden,
             "ffn": model.ffn,
-            "experts": model.experts and model.experts.memory,
+            "experts": model.experts,
             "heads": model.heads,
             "kv_heads": model.kv_heads,
             "head_dim": model.head_dim,

@@ -243,19 +243,17 @@ def layer_model(job: TrainingJob, table: KernelTable | None = None) -> LayerMode
     simulator does not take.
     """
     model, layout = job.model, job.sizes
-    experts = None if model.experts is None else model.experts.memory
-    latent = model.latent
     shape = Model(
         layers=model.layers,
         hidden=model.hidden,
         heads=model.heads,
         kv_heads=model.kv_heads,
-        ffn=model.active_ffn + (0 if experts is None else experts.shared),
+        ffn=model.active_ffn + (0 if model.experts is None else model.experts.shared),
         vocab=model.vocabulary or LARGE_VOCABULARY,
         head_dim=(model.head_dim + model.value_dim) // 2,
         gated=model.gated,
-        experts=experts,
-        projections=None if latent is None else latent.parameters(model.hidden, model.heads),
+        experts=model.experts,
+        projections=model.projections,
         delta_nets=model.delta_nets,
     )
     if layout.virtual > 1 and layout.micro_step_multiple != layout.pipeline:

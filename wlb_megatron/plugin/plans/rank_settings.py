@@ -93,7 +93,7 @@ def rank_layout(source: Source) -> Layout:
         follows=model.depths,
         vocabulary=model.vocabulary,
         gathers=model.delta_nets is not None,
-        by_document=model.experts is not None and "seq_aux_loss" in model.experts.balancing,
+        by_document=model.experts is not None and "seq_aux_loss" in source.job.trainer.balancing,
     )
 
 
