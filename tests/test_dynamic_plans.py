@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_groups import random_plan
 
+from scripts.lengths import code_like, paper_like, web_like
 from wlb_megatron import child
-from wlb_megatron.documents.synthetic import code_like, cut_overlong, paper_like, web_like
+from wlb_megatron.documents.lengths import pieces_of
 from wlb_megatron.dynamic.blocks import MOST_GROUPS, Stage, block_sizes, blocks_of
 from wlb_megatron.dynamic.buckets import bucket
 from wlb_megatron.dynamic.cost import GroupCost, group_cost
@@ -123,7 +124,7 @@ def test_small_plans_are_within_three_percent_of_the_best_there_is(seed: int) ->
 @pytest.mark.parametrize("kind", [code_like, web_like, paper_like])
 def test_large_plans_are_within_four_percent_of_what_no_plan_goes_below(kind: object) -> None:
     stage = Stage.of(16, 2, 16 * 9216)
-    lengths = cut_overlong(kind(20_000), 16 * 6144)  # type: ignore[operator]
+    lengths = pieces_of(kind(20_000), 16 * 6144, "split")  # type: ignore[operator]
     tokens = np.random.default_rng(3).choice(lengths, 400).tolist()
     made = plan_step(tokens, stage, cost_of(stage))
     assert made.bound <= made.priced <= 1.04 * made.bound
@@ -168,7 +169,7 @@ def test_sixteen_buckets_count_at_most_two_and_a_half_percent_too_many_tokens(ki
     """All of a batch's documents by means; by the longest of each bucket where FlexSP counts so: the sorted batch in
     micro-batches of like tokens."""
     for seed in range(3):
-        lengths = np.sort(cut_overlong(kind(512, seed), 192 * 1024))  # type: ignore[operator]
+        lengths = np.sort(pieces_of(kind(512, seed), 192 * 1024, "split"))  # type: ignore[operator]
         assert bucket(lengths).error <= 0.025
         parts = np.split(lengths, np.searchsorted(np.cumsum(lengths), lengths.sum() * np.arange(1, 5) / 5))
         many = sum(bucket(part).limit_error * part.sum() for part in parts if len(part))

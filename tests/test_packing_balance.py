@@ -19,8 +19,9 @@ from packing_oracle import (
     trained,
 )
 
+from scripts.lengths import KINDS, lognormal, paper_like
 from wlb_megatron.config import WlbConfig
-from wlb_megatron.documents.synthetic import KINDS, cut_overlong, lognormal, paper_like
+from wlb_megatron.documents.lengths import pieces_of
 from wlb_megatron.packing.factory import make_packer
 from wlb_megatron.packing.fixed.solver import solve
 from wlb_megatron.packing.packer import PackingJob, Ranks
@@ -286,7 +287,7 @@ def test_seeded_lengths_repeat_and_are_positive(kind: str) -> None:
 
 
 def test_overlong_lengths_are_cut_at_the_window() -> None:
-    assert cut_overlong([3, 0, 20, 8], 8).tolist() == [3, 8, 8, 4, 8]
+    assert pieces_of(np.array([3, 0, 20, 8]), 8, "split").tolist() == [3, 8, 8, 4, 8]
 
 
 @settings(deadline=None)

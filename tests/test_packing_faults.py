@@ -21,10 +21,10 @@ from packing_oracle import (
     trained,
 )
 
+from scripts.lengths import lognormal, paper_like
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.corpus import Rules
 from wlb_megatron.documents.stream import DocumentStream
-from wlb_megatron.documents.synthetic import lognormal, paper_like
 from wlb_megatron.packing.factory import make_packer
 from wlb_megatron.packing.packer import PackingJob
 from wlb_megatron.packing.planner import Planner

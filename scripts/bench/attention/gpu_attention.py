@@ -4,16 +4,13 @@
     torchrun --nproc-per-node 2 -m scripts.bench.attention.gpu_attention MODE --out DIR ...       # a process a GPU
 
 One GPU:
-    host --mixes mixes.json                 launches and host time of a packed 8B layer
     breadth                                 errors: head dims, windows, sinks, MLA, deterministic, fp16
-    chunks --mixes mixes.json               a document in chunks (torchrun: over GPUs)
 Under torchrun:
     real --mixes mixes.json                 over NCCL, beside Transformer Engine's own context parallelism
 
 --kernels fa4 takes FlashAttention-4's in place of cuDNN's (Transformer Engine's own attention stays cuDNN's).
 mixes.json: {"name": [document lengths], ...}. Writes DIR/<mode>.csv and prints tables. Errors are norms of the
 difference to an fp32 reference over its norm, beside those of Transformer Engine's own unsharded attention.
-In `host` the exchange is simulated: its copies count, its transfer does not.
 """
 
 from __future__ import annotations
@@ -29,10 +26,8 @@ from pathlib import Path
 from scripts.bench.start import new_parser
 
 MODES = {
-    "host": ("attention_host", "host"),
     "real": ("attention_real", "real"),
     "breadth": ("attention_breadth", "breadth"),
-    "chunks": ("attention_chunks", "chunks"),
 }
 """Module and function of each; they need a GPU, so they are imported when they run, and --help works anywhere."""
 

@@ -55,12 +55,3 @@ KINDS: dict[str, Callable[[int, int], Lengths]] = {
     "web-like": web_like,
     "lognormal": lognormal,
 }
-
-
-def cut_overlong(lengths: npt.ArrayLike, window: int) -> Lengths:
-    """Cuts documents longer than the window, in order: window 8, lengths 3, 20 give 3, 8, 8, 4."""
-    lengths = np.asarray(lengths, dtype=np.int64)
-    parts = -(-lengths // window)
-    pieces = np.full(int(parts.sum()), window, dtype=np.int64)
-    pieces[np.cumsum(parts)[lengths > 0] - 1] = (lengths - (parts - 1) * window)[lengths > 0]
-    return pieces
