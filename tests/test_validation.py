@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 from pathlib import Path
 
 import numpy as np
@@ -13,15 +12,12 @@ RESULTS = ROOT / "docs" / "results" / "2x_h200"
 
 
 def test_no_measured_run_is_predicted_more_than_a_twelfth_off() -> None:
-    from scripts.bench.simulator.validate_again import predicted
+    from scripts.bench.simulator.validate_compare import predicted
     from wlb_megatron.workload.profile import read_profile
 
     with (RESULTS / "validation_iterations.csv").open(encoding="utf-8") as lines:
         measured = list(csv.DictReader(lines))
-    plans = json.loads((RESULTS / "validation_plans.json").read_text(encoding="utf-8"))
-    rows = [
-        r for r in predicted(measured, plans, read_profile(RESULTS / "profile_2048.json")) if not r["hitch"]
-    ]
+    rows = [r for r in predicted(RESULTS, read_profile(RESULTS / "profile_2048.json")) if not r["hitch"]]
     assert len(rows) == 161
     errors = []
     for run in dict.fromkeys(row["run"] for row in rows):

@@ -40,8 +40,7 @@ from typing import Any
 
 import numpy as np
 
-from scripts.bench.convergence.convergence_report import report
-from scripts.bench.convergence.statistics import read_runs
+from scripts.bench.convergence.convergence_report import read_runs, report
 from scripts.bench.start import environment, new_parser
 from scripts.environment import ROOT, cpu_environment
 from scripts.megatron_job import Losses, arguments
@@ -304,8 +303,6 @@ class Experiment:
             "tokens": sum(tokens),
             "seconds": round(time.monotonic() - started, 1),
             "training": [losses.training[step["iteration"]] for step in steps],
-            "step_tokens": tokens,
-            "step_delay": [round(mean, 4) for mean in delay],
             "corpus": self._facts["digest"],
             "flags": self._flags(arm, seed),
         }

@@ -6,28 +6,65 @@ python -m scripts.bench.convergence.convergence_report RUNS.jsonl [RUNS.jsonl ..
 from __future__ import annotations
 
 import argparse
-from itertools import pairwise
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from scripts.bench.convergence.statistics import (
-    NEAR,
-    Run,
-    by_fullness,
-    interval,
-    mean_and_error,
-    paired,
-    read_runs,
-)
 from wlb_megatron.report.table import write_csv
 from wlb_megatron.whole_files import renamed_at_end
 
 ORDER = ("plain", "wlb", "wlb-equal", "no-delay", "cut", "chunks", "sorted", "unmasked")
 PAIRS = (("wlb", "no-delay"), ("wlb-equal", "no-delay"), ("no-delay", "cut"), ("chunks", "no-delay"))
 """What delay does, also with equal weights of tokens; what cutting documents at windows does; what should be zero."""
-PHASES = 8
+Run = dict[str, Any]
+Floats = npt.NDArray[np.float64]
+
+
+def read_runs(paths: Sequence[Path]) -> list[Run]:
+    """The runs of these files; none of a file that is not there. A line that was cut off is left out.
+
+    SystemExit where they were trained on other documents, or a run comes twice.
+    """
+    runs: dict[tuple[str, int], Run] = {}
+    for path in paths:
+        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+            try:
+                run = json.loads(line)
+            except ValueError:
+                continue
+            if runs and run["corpus"] != next(iter(runs.values()))["corpus"]:
+                raise SystemExit(f"{path} holds runs on other documents: report them apart")
+            runs[run["arm"], run["seed"]] = run
+    return list(runs.values())
+
+
+def mean_and_error(values: Floats) -> tuple[float, float]:
+    """Mean over the first axis and its standard error."""
+    return float(values.mean()), float(values.std(ddof=1) / len(values) ** 0.5) if len(values) > 1 else np.inf
+
+
+def interval(error: float, count: int) -> float:
+    """Half the width of the 95 % interval of a mean over `count` values (Student's t, by its expansion in 1/df)."""
+    z, df = 1.959964, max(count - 1, 1)
+    first = (z**3 + z) / 4
+    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    return error * (z + first / df + second / df**2 + third / df**3)
+
+
+def paired(runs: list[Run], arm: str, other: str = "plain") -> tuple[Floats, Floats]:
+    """An arm's loss minus the other's of the same seeds: of all held-out tokens [seeds], by length [seeds, classes]."""
+    of = {(run["arm"], run["seed"]): run for run in runs}
+    seeds = sorted(seed for name, seed in of if name == arm and (other, seed) in of)
+    differences, by_length = (
+        np.array([np.subtract(of[arm, seed][key], of[other, seed][key]) for seed in seeds])
+        for key in ("held_out_loss", "loss_by_length")
+    )
+    return differences, by_length
 
 
 def report(runs: list[Run], out: Path) -> None:
@@ -39,8 +76,6 @@ def report(runs: list[Run], out: Path) -> None:
         [
             losses_table(runs, arms, others),
             lengths_table(runs, others),
-            phases_table(runs, others),
-            fullness_table(runs, arms),
         ]
     )
     print(f"\n{text}")
@@ -119,37 +154,6 @@ def lengths_table(runs: list[Run], others: list[str]) -> str:
     return "\n".join(lines)
 
 
-def phases_table(runs: list[Run], others: list[str]) -> str:
-    of = {(run["arm"], run["seed"]): np.array(run["training"]) for run in runs}
-    ends = np.linspace(0, len(runs[0]["training"]), PHASES + 1).astype(int)
-    lines = ["training loss minus plain's (+- standard error) in the iterations up to"]
-    lines.append("arm        " + "".join(f"{end:>20}" for end in ends[1:]))
-    for arm in others:
-        apart = np.array([of[arm, s] - of["plain", s] for a, s in of if a == arm and ("plain", s) in of])
-        cells = [mean_and_error(apart[:, low:high].mean(axis=1)) for low, high in pairwise(ends.tolist())]
-        lines.append(f"{arm:9}  " + "".join(f"{mean:+.4f} +- {error:.4f}".rjust(20) for mean, error in cells))
-    return "\n".join(lines)
-
-
-def fullness_table(runs: list[Run], arms: list[str]) -> str:
-    lines = [
-        f"iterations of the second half by their tokens: mean tokens, token delay, training loss minus that of the "
-        f"{2 * NEAR + 1} iterations around",
-        "arm        emptiest third                    middle                            fullest third",
-    ]
-    for arm in arms:
-        thirds = np.array([by_fullness(run) for run in runs if run["arm"] == arm])  # [seeds, thirds, figures]
-        if np.ptp(thirds[:, :, 0].mean(axis=0)) < 1:
-            continue  # all alike
-        cells = []
-        for third in range(3):
-            tokens, delay = thirds[:, third, :2].mean(axis=0)
-            mean, error = mean_and_error(thirds[:, third, 2])
-            cells.append(f"{tokens:7,.0f} {delay:5.2f} {mean:+.4f} +- {error:.4f}")
-        lines.append(f"{arm:9}  " + "     ".join(cells))
-    return "\n".join(lines)
-
-
 def row(run: Run) -> dict[str, Any]:
     """Of the CSV."""
     alone = ("arm", "seed", "held_out_loss", "token_delay", "imbalance", "tokens", "seconds")
@@ -158,11 +162,6 @@ def row(run: Run) -> dict[str, Any]:
         **{key: run[key] for key in alone},
         **{key: run.get(key, "") for key in ("after_a_cut", "earlier_tokens_seen")},
         **{f"loss_up_to_{end}": round(loss, 6) for end, loss in by_length},
-        **{
-            f"{part}_third_{name}": round(value, 5)
-            for part, third in zip(("emptiest", "middle", "fullest"), by_fullness(run), strict=True)
-            for name, value in zip(("tokens", "delay", "loss"), third, strict=True)
-        },
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -36,6 +37,15 @@ HITCH = 1.4
 """Iterations as much slower than a run's others are no matter of the plan: a kernel graph built in a step, say."""
 
 
+BETWEEN = 0.011
+"""Seconds of an iteration between steps, one figure of these runs themselves (validate_simulator.py printed it)."""
+
+WAITS = 0.007
+"""Seconds of a micro-batch without a pipeline in which the device waited for the host. These runs are of a version in
+which Megatron checked each micro-batch's loss on the host; now it checks a step's (plugin/step/loss_checks.py). One
+figure, fitted to eleven of these runs."""
+
+
 def compare(
     runs: Path,
     jobs: Sequence[tuple[str, str, str, str]],
@@ -56,10 +66,45 @@ def compare(
     print_comparison(rows, profile, layers, out)
 
 
-def print_comparison(rows: list[Row], profile: Profile, layers: int, out: Path | None) -> None:
-    """Print what was measured and predicted, of runs and layouts; write it to `out`, if that is given."""
-    if out is not None:
-        write_csv(out / "iterations.csv", rows)
+def predicted(results: Path, profile: Profile) -> list[Row]:
+    """Stored rows with today's predictions.
+
+    Args:
+        results: folder of validation_iterations.csv (measured milliseconds) and of validation_plans.json, {run:
+            {iteration: lengths[micro-batch][data-parallel rank]}}.
+        profile: of the GPU on which they were measured.
+    """
+    with (results / "validation_iterations.csv").open(encoding="utf-8") as lines:
+        measured = list(csv.DictReader(lines))
+    plans = json.loads((results / "validation_plans.json").read_text(encoding="utf-8"))
+    models = {layout: model_of(layout, profile, SHAPE.layers, BETWEEN) for layout in LAYOUTS}
+    rows: list[Row] = []
+    for run in dict.fromkeys(row["run"] for row in measured):
+        chosen = [row for row in measured if row["run"] == run]
+        layout, scheme = chosen[0]["layout"], chosen[0]["scheme"]
+        lengths = [plans[run][row["iteration"]] for row in chosen]
+        wait = 0.0 if models[layout].layout.pipeline > 1 else WAITS
+        waits = [1e9 * wait * len(micro_batches) for micro_batches in lengths]
+        simulated = simulated_plans(lengths, models[layout], scheme, profile)
+        mine = [
+            {
+                **row,
+                "iteration": int(row["iteration"]),
+                "tokens": int(row["tokens"]),
+                "measured_ms": float(row["measured_ms"]),
+                "predicted_ms": round(float(ns) / 1e6, 2),
+                "error": round(float(ns) / 1e6 / float(row["measured_ms"]) - 1, 4),
+            }
+            for row, ns in zip(chosen, simulated.steps + waits, strict=True)
+        ]
+        mark_hitches(mine)
+        rows += mine
+    return rows
+
+
+def print_comparison(rows: list[Row], profile: Profile, layers: int, out: Path) -> None:
+    """Print what was measured and predicted, of runs and layouts; write it to `out`."""
+    write_csv(out / "iterations.csv", rows)
     for row in rows:
         if row["hitch"]:
             print(
@@ -68,8 +113,7 @@ def print_comparison(rows: list[Row], profile: Profile, layers: int, out: Path |
     rows = [row for row in rows if not row["hitch"]]
     names = dict.fromkeys(row["run"] for row in rows)
     runs = [summary([row for row in rows if row["run"] == name]) for name in names]
-    if out is not None:
-        write_csv(out / "runs.csv", runs)
+    write_csv(out / "runs.csv", runs)
     print(f"\n{profile.describe()}; {layers} layers of 2048, window {WINDOW}; milliseconds of an iteration")
     print(f"{'run':24}{'iterations':>11}{'measured':>10}{'predicted':>10}{'error':>8}{'mean |error|':>13}")
     for run in runs:
@@ -84,8 +128,7 @@ def print_comparison(rows: list[Row], profile: Profile, layers: int, out: Path |
         f"(median {np.median(errors):.1%}, p95 {np.percentile(errors, 95):.1%})"
     )
     speedups(rows)
-    if out is not None:
-        scatter(out / "scatter.png", rows, profile)
+    scatter(out / "scatter.png", rows, profile)
 
 
 def mark_hitches(rows: list[Row]) -> None:

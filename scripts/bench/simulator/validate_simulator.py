@@ -4,6 +4,8 @@ python3 -m scripts.bench.simulator.validate_simulator --out out/validate
     profile, train, simulate, compare
 python3 -m scripts.bench.simulator.validate_simulator --out out/validate --simulate-only
     from what lies there
+python3 -m scripts.bench.simulator.validate_simulator --again docs/results/2x_h200 --out out/validate
+    today's predictions of stored plans and times, without a GPU
 
 CP=2, PP=2 and DP=2, each plain (arrival order, per-sequence sharding) and balanced, on mixes of document lengths,
 of a GPT of --layers x 2048 at a window of 32K. The profile is measured first, or given by --profile. All runs go
@@ -26,7 +28,7 @@ from pathlib import Path
 
 import numpy as np
 
-from scripts.bench.simulator.validate_compare import SHAPE, WINDOW, compare
+from scripts.bench.simulator.validate_compare import SHAPE, WINDOW, compare, predicted, print_comparison
 from scripts.bench.start import MODEL, PLAIN, TRAINING, WLB, add_training, environment, new_parser
 from scripts.warm_ranks import WarmRanks
 from wlb_megatron.simulator.lengths import long_tailed
@@ -55,6 +57,7 @@ def main() -> None:
     parser.add_argument("--grid", default="reduced", help="of the profile that is made (default: reduced)")
     parser.add_argument("--budget", type=float, default=75, help="of the profile (seconds; default: 75)")
     parser.add_argument("--simulate-only", action="store_true")
+    parser.add_argument("--again", type=Path, help="folder of profile_2048.json and validation_*")
     parser.add_argument("--layouts", default="cp2,pp2,dp2")
     add_training(parser, iterations=12, warm_up=3)
     parser.add_argument("--layers", type=int, default=SHAPE.layers)
@@ -66,6 +69,10 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=7, help="begin no run that would end after this")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
+    if options.again is not None:
+        made = read_profile(options.again / "profile_2048.json")
+        print_comparison(predicted(options.again, made), made, SHAPE.layers, options.out)
+        return
     profile = options.profile or options.out / "profile.json"
     with tempfile.TemporaryDirectory() as scratch:
         if not options.simulate_only:
