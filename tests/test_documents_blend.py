@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from wlb_megatron.documents.blend import SPLITS, Blend, parse_blend, split_bounds
 from wlb_megatron.documents.corpus import Corpus, Rules
-from wlb_megatron.documents.passes import epochs
-from wlb_megatron.documents.stream import DocumentStream
+from wlb_megatron.documents.stream import DocumentStream, epochs
 from wlb_megatron.errors import WlbError
 
 

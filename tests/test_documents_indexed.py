@@ -17,8 +17,7 @@ import numpy.typing as npt
 import pytest
 
 from wlb_megatron.cli import main
-from wlb_megatron.documents.indexed import IndexedCorpus, read_index
-from wlb_megatron.documents.token_files import TokenFiles
+from wlb_megatron.documents.indexed import IndexedCorpus, TokenFiles, read_index
 from wlb_megatron.errors import WlbError
 from wlb_megatron.plugin.flags import data_paths
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wlb_megatron.documents.corpus import Corpus, Rules
-from wlb_megatron.documents.epoch_order import MOST_STORED, epoch_order, permuted
+from wlb_megatron.documents.piece_order import MOST_STORED, epoch_order, permuted
 from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.errors import WlbError
 

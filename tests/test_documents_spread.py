@@ -16,7 +16,7 @@ from packing_oracle import COST
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents import corpus as corpus_module
 from wlb_megatron.documents.corpus import Rules
-from wlb_megatron.documents.epoch_order import MOST_STORED, epoch_order
+from wlb_megatron.documents.piece_order import MOST_STORED, epoch_order
 from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.packing.factory import make_packer
 from wlb_megatron.packing.packer import PackingJob

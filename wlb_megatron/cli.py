@@ -21,7 +21,7 @@ from wlb_megatron.bounds import whole
 from wlb_megatron.doctor.doctor_command import add_doctor
 from wlb_megatron.documents.blocks import Lengths
 from wlb_megatron.documents.lengths import read_lengths
-from wlb_megatron.documents.writing.text_corpus import add_corpus
+from wlb_megatron.documents.text_corpus import add_corpus
 from wlb_megatron.errors import PREFIX, WlbError
 from wlb_megatron.inspect_plans import inspect_plans
 from wlb_megatron.patching import add_patch

@@ -1,11 +1,12 @@
-"""The project's one error for what a user can put right, and how to install what is missing."""
+"""The project's one error for what a user can put right, and what messages say: what to install, what has changed."""
 
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PREFIX = "wlb_megatron: error:"
@@ -46,3 +47,20 @@ def install(extra: str) -> str:
     if (ROOT / "setup.py").is_file():
         return f"pip install '{ROOT}[{extra}]'"
     return f"pip install '.[{extra}]' in a checkout of this project"
+
+
+def changes(
+    saved: Mapping[str, Any],
+    now: Mapping[str, Any],
+    name: Callable[[str], str] = str,
+    value: Callable[[Any], str] = str,
+) -> list[str]:
+    """One phrase for each setting of `now` that the saved run had otherwise, or not at all: "window was 8, is 16".
+
+    name, value: how a setting and its value are written.
+    """
+    return [
+        f"{name(key)} was {value(saved.get(key))}, is {value(here)}"
+        for key, here in now.items()
+        if saved.get(key) != here
+    ]

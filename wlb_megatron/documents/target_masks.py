@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from wlb_megatron.documents.indexed import IndexedCorpus
-from wlb_megatron.documents.token_files import FILES
+from wlb_megatron.documents.indexed import FILES, IndexedCorpus
 from wlb_megatron.errors import WlbError
 
 IntArray = npt.NDArray[np.int64]

@@ -18,8 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wlb_megatron.config import WlbConfig
-from wlb_megatron.documents.changes import changes
-from wlb_megatron.errors import WlbError
+from wlb_megatron.errors import WlbError, changes
 from wlb_megatron.pipeline.step_law import StageRoom, StepLaw
 from wlb_megatron.plan import IterationPlan, MicroBatch, Piece
 from wlb_megatron.workload.cost_model import UNITS_PER_TOKEN, CostModel

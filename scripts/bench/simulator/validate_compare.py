@@ -42,7 +42,7 @@ BETWEEN = 0.011
 
 WAITS = 0.007
 """Seconds of a micro-batch without a pipeline in which the device waited for the host. These runs are of a version in
-which Megatron checked each micro-batch's loss on the host; now it checks a step's (plugin/step/loss_checks.py). One
+which Megatron checked each micro-batch's loss on the host; now it checks a step's (plugin/step/losses.py). One
 figure, fitted to eleven of these runs."""
 
 

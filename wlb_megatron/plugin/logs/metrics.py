@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from wlb_megatron.config import WlbConfig
-from wlb_megatron.documents import passes
 from wlb_megatron.pipeline.orders import documents_in_chunks
+from wlb_megatron.documents.stream import describe_passes, figures_of_passes
 from wlb_megatron.plan import IterationPlan
 from wlb_megatron.plugin.job_state import part
 from wlb_megatron.plugin.logs import stragglers
@@ -116,7 +116,7 @@ def stepped(
             "consumed_tokens": planned_iteration.trained,
             "predicted_ms": planned_iteration.predicted_ms,
             "arrival_ms": planned_iteration.arrival_ms,
-            **passes.figures(planned_iteration.stream, corpora),
+            **figures_of_passes(planned_iteration.stream, corpora),
         }
         if config.log_plans and planned_iteration.plan is not None:
             figures["lengths"] = plan_lengths(planned_iteration.plan)
@@ -241,7 +241,7 @@ def log_line(
         f"delayed documents: {figures['delayed']} | mean token delay: {figures['token_delay']:.3f} | "
         f"plan ms: {figures['plan_ms']:.2f} (waited {figures['plan_wait_ms']:.2f})"
     )
-    line += passes.describe(figures)
+    line += describe_passes(figures)
     if thrown_away:
         line += (
             f" | updates thrown away: {thrown_away['iterations']}, with {thrown_away['documents']} documents, "

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from wlb_megatron.documents.changes import changes
+from wlb_megatron.errors import changes
 from wlb_megatron.packing.carry import Carried, take_up
 from wlb_megatron.packing.choices import chosen, keep, saved_choices
 from wlb_megatron.plugin.flags.batch_sizes import misfit, plan_decides

@@ -10,8 +10,7 @@ from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.blend import Blend
 from wlb_megatron.documents.corpus import Corpus, Rules
 from wlb_megatron.documents.lengths import Bound, longest_whole
-from wlb_megatron.documents.passes import distinguish
-from wlb_megatron.documents.stream import DocumentStream
+from wlb_megatron.documents.stream import DocumentStream, distinguish
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.chunks.choose_chunks import holds_whole
 from wlb_megatron.packing.fixed.batch_schedule import BatchSchedule

@@ -1,1 +1,0 @@
-"""Corpora made of files of text."""
