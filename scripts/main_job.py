@@ -159,7 +159,7 @@ def simulate_on_gpus(options: argparse.Namespace) -> dict[str, tuple[float, floa
     as its window of 128K."""
     from wlb_megatron.config import WlbConfig
     from wlb_megatron.documents.lengths import read_lengths
-    from wlb_megatron.packing.job import arrival_order
+    from wlb_megatron.packing.factory import arrival_order
     from wlb_megatron.simulator.job import Job
     from wlb_megatron.simulator.model import LayerModel
     from wlb_megatron.simulator.reproduction.paper import SHAPES

@@ -24,10 +24,10 @@ from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.lengths import pieces_of
 from wlb_megatron.packing.factory import make_packer
 from wlb_megatron.packing.fixed.solver import solve
-from wlb_megatron.packing.packer import PackingJob, Ranks
+from wlb_megatron.packing.packer import Grid, PackingJob, Ranks
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.varlen import thresholds
-from wlb_megatron.packing.varlen.assign import assign_ranks, in_given_order, step_bound, step_work
+from wlb_megatron.packing.varlen.arrange import assign_ranks, in_given_order
 from wlb_megatron.packing.varlen.bins import Bins, improve_bins
 from wlb_megatron.packing.varlen.delay_bound import Limits
 from wlb_megatron.packing.varlen.outlier_queues import Item, by_falling_work
@@ -220,6 +220,23 @@ grids = st.integers(1, 4).flatmap(
         lambda m: st.tuples(st.just(dp), st.lists(st.integers(1, 1000), min_size=dp * m, max_size=dp * m))
     )
 )
+
+
+def step_work(grid: Grid, pp: int, vpp: int = 1) -> int:
+    """Predicted work on the critical path of one iteration: max over ranks of sum + (pp - 1) / vpp x largest."""
+    columns = [[micro_batch.work for micro_batch in column] for column in zip(*grid, strict=True)]
+    return max(sum(column) + (pp - 1) * max(column) // vpp for column in columns)
+
+
+def step_bound(grid: Grid, largest_document: int, pp: int) -> int:
+    """A lower bound for any packing of the same documents.
+
+    Either all work spread evenly over ranks and micro-batches, or the largest document (its work) passing through all
+    stages.
+    """
+    total = sum(micro_batch.work for row in grid for micro_batch in row)
+    even_work = total * (len(grid) + pp - 1) // (len(grid) * len(grid[0]))
+    return max(even_work, pp * largest_document)
 
 
 @settings(max_examples=200, deadline=None)

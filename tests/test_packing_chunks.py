@@ -22,8 +22,7 @@ from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.chunks.chunk_packer import ChunkPacker
 from wlb_megatron.packing.chunks.chunked import chunk_counts, cut
-from wlb_megatron.packing.factory import make_packer
-from wlb_megatron.packing.job import plan_job
+from wlb_megatron.packing.factory import make_packer, plan_job
 from wlb_megatron.packing.packer import PackingJob
 from wlb_megatron.packing.summary import Summariser
 from wlb_megatron.packing.varlen.outlier_queues import Item

@@ -24,7 +24,7 @@ from wlb_megatron.documents.blend import Blend, predictions_in
 from wlb_megatron.documents.corpus import Rules
 from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.errors import WlbError
-from wlb_megatron.packing.job import plan_job
+from wlb_megatron.packing.factory import plan_job
 from wlb_megatron.packing.packer import PackingJob
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.plan import IterationPlan

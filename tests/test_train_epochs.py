@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.corpus import Corpus, Rules
 from wlb_megatron.documents.stream import DocumentStream
-from wlb_megatron.packing.job import plan_job
+from wlb_megatron.packing.factory import plan_job
 from wlb_megatron.packing.packer import PackingJob
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.plugin.plans.source import steps_of

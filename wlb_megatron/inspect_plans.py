@@ -15,8 +15,8 @@ from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.errors import WlbError, explain_bad_values
 from wlb_megatron.packing.chunks.choose_chunks import holds_whole
 from wlb_megatron.packing.chunks.chunk_packer import ChunkPacker
+from wlb_megatron.packing.factory import plan_job
 from wlb_megatron.packing.foresee import nothing_predicted
-from wlb_megatron.packing.job import plan_job
 from wlb_megatron.packing.packer import PackingJob
 from wlb_megatron.packing.varlen.varlen_packer import lmax
 from wlb_megatron.plan import IterationPlan, Piece

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from wlb_megatron.config import WlbConfig
-from wlb_megatron.packing.job import arrival_order
+from wlb_megatron.packing.factory import arrival_order
 from wlb_megatron.simulator.job import Job
 
 EVEN = "1.25"

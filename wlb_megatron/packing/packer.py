@@ -2,7 +2,7 @@
 
 Pieces that arrived go in, one iteration's grid of micro-batches comes out.
 
-A packer packs the global batch into micro_batches x dp bins; dp only regroups the bins (assign.py). So neither the
+A packer packs the global batch into micro_batches x dp bins; dp only regroups the bins (arrange.py). So neither the
 state, nor which documents train in which iteration, depends on the layout.
 """
 

@@ -21,8 +21,8 @@ from wlb_megatron.dynamic.plan_step import plan_step
 from wlb_megatron.errors import WlbError, explain_bad_values
 from wlb_megatron.packing.chunks.chunk_limits import Trainer
 from wlb_megatron.packing.chunks.chunk_packer import ChunkPacker
+from wlb_megatron.packing.factory import plan_job, sample_lengths_of
 from wlb_megatron.packing.foresee import nothing_predicted, too_small
-from wlb_megatron.packing.job import plan_job, sample_lengths_of
 from wlb_megatron.packing.memory_limits import MARGIN, GpuMemory, no_memory_for_chunks, with_lmax
 from wlb_megatron.packing.packer import PackingJob
 from wlb_megatron.packing.planner import Planner

@@ -13,7 +13,7 @@ from typing import Any
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.packer import Batch, Packed, Packer, PackingJob, check_settings
 from wlb_megatron.packing.saved_pieces import Waiting, decode, decode_windows, encode, encode_windows
-from wlb_megatron.packing.varlen.assign import assign_ranks, in_given_order
+from wlb_megatron.packing.varlen.arrange import assign_ranks, in_given_order
 from wlb_megatron.plan import MicroBatch, Piece
 from wlb_megatron.workload.cost_model import CostModel
 

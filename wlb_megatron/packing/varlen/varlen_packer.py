@@ -21,8 +21,7 @@ from wlb_megatron.packing.packer import (
     most_per_window,
 )
 from wlb_megatron.packing.saved_pieces import Waiting, decode, encode
-from wlb_megatron.packing.varlen.arrange import Arranged, arrange
-from wlb_megatron.packing.varlen.assign import assign_ranks
+from wlb_megatron.packing.varlen.arrange import Arranged, arrange, assign_ranks
 from wlb_megatron.packing.varlen.bins import UNBOUNDED, Bins, improve_bins
 from wlb_megatron.packing.varlen.delay_bound import DelayPrice, Limits
 from wlb_megatron.packing.varlen.outlier_queues import Item, OutlierQueues, by_falling_work, items_of

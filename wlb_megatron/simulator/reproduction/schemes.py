@@ -15,7 +15,7 @@ from wlb_megatron.documents.blocks import Lengths
 from wlb_megatron.documents.corpus import Rules
 from wlb_megatron.documents.lengths import sample_lengths
 from wlb_megatron.documents.stream import DocumentStream
-from wlb_megatron.packing.job import plan_job
+from wlb_megatron.packing.factory import plan_job
 from wlb_megatron.packing.packer import PackingJob, Ranks
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.varlen.delay_bound import Limits
