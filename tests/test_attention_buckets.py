@@ -31,7 +31,7 @@ from wlb_megatron.plugin.step.kernel_graphs import GraphSizes, build_graphs, lik
 from wlb_megatron.registry import SHARDINGS
 from wlb_megatron.sharding.alignment import padding
 from wlb_megatron.sharding.calls.attention_calls import attention_layout
-from wlb_megatron.sharding.calls.one_call import in_fewest_calls
+from wlb_megatron.sharding.cut import in_fewest_calls
 from wlb_megatron.sharding.select import shard
 from wlb_megatron.workload.kernel_table import h100
 

@@ -27,7 +27,7 @@ from wlb_megatron.plugin.micro_batches.planning import ShardSettings, plan_itera
 from wlb_megatron.registry import SHARDINGS
 from wlb_megatron.sharding.alignment import padding
 from wlb_megatron.sharding.calls.attention_calls import attention_layout
-from wlb_megatron.sharding.calls.one_call import MOST_KEYS, MOST_ROWS, in_fewest_calls
+from wlb_megatron.sharding.cut import MOST_KEYS, MOST_ROWS, in_fewest_calls
 from wlb_megatron.sharding.predict import ONE_CALL, in_one_call, in_two_calls, predict, predict_all
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.sharding.select import shard

@@ -14,8 +14,8 @@ from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.factory import make_packer
 from wlb_megatron.packing.packer import Packer, PackingJob
 from wlb_megatron.registry import CP_MODES, KERNELS, PACKERS, SHARDINGS, Entry, KernelsEntry
-from wlb_megatron.sharding.cuts.slots import PieceList
 from wlb_megatron.sharding.segments import validate
+from wlb_megatron.sharding.slots import PieceList
 from wlb_megatron.workload.cost_model import CostModel
 from wlb_megatron.workload.kernel_table import h100
 

@@ -13,7 +13,7 @@ from wlb_megatron.plan import Piece
 from wlb_megatron.registry import SHARDINGS
 from wlb_megatron.sharding.calls.attention_calls import attention_layout
 from wlb_megatron.sharding.chunks import cached_keys, links_of
-from wlb_megatron.sharding.cuts.hybrid import mix
+from wlb_megatron.sharding.hybrid import mix
 from wlb_megatron.sharding.predict import predict
 from wlb_megatron.sharding.segments import Chunks, ShardPlan, validate
 from wlb_megatron.sharding.select import shard, shard_all

@@ -89,7 +89,7 @@ class KernelsEntry(Entry):
 
 _VARLEN = ("max_tokens", "thresholds", "max_delay", "batch_spread", "release")
 _BASELINES = "wlb_megatron.packing.fixed.baselines"
-_CUTS = "wlb_megatron.sharding.cuts"
+_CUTS = "wlb_megatron.sharding"
 
 PACKERS: dict[str, PackerEntry] = {
     "original": PackerEntry(f"{_BASELINES}:OriginalPacker", "arrival order, windows of --seq-length"),

@@ -10,10 +10,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from wlb_megatron.sharding.calls.attention_calls import AttentionLayout
+from wlb_megatron.sharding.calls.attention_calls import AttentionCall, AttentionLayout, WindowLayout
 from wlb_megatron.sharding.calls.exchange import ExchangePlan
-from wlb_megatron.sharding.calls.varlen_call import AttentionCall
-from wlb_megatron.sharding.calls.window_call import WindowLayout
 from wlb_megatron.sharding.chunks import CachedKeys, Kept, Taken
 
 

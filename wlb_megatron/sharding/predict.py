@@ -1,7 +1,7 @@
 """Predicts each rank's attention time under a shard plan, as the executor runs it (attention_calls.py).
 
 All diagonals of a rank are one call on its own keys, while the other keys travel. All its rectangles are another
-call. If the plan says so, one call computes everything (one_call.py).
+call. If the plan says so, one call computes everything (cut.in_fewest_calls).
 """
 
 from __future__ import annotations

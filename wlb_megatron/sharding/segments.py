@@ -48,7 +48,7 @@ class ShardPlan:
     * lengths: int64[n], tokens of each piece in packed order, the padding piece (if any) last, without prefixes.
     * ranks: one int64[k, 3] per CP rank, rows (piece index, start, end), in the order in which the rank holds its
       tokens. No two rows of a rank touch (see `merge_touching`).
-    * one_call: one kernel call computes all segments of a rank (one_call.py), instead of two.
+    * one_call: one kernel call computes all segments of a rank (cut.in_fewest_calls), instead of two.
     * kind: the sharding, if it was chosen for this micro-batch; only for reports.
     * chunks: None if it shares no document with another micro-batch.
     """

@@ -9,9 +9,9 @@ import numpy.typing as npt
 
 from wlb_megatron.registry import SHARDINGS
 from wlb_megatron.sharding.chunks import Holders, Link, around
-from wlb_megatron.sharding.cuts.slots import PieceList
 from wlb_megatron.sharding.predict import predict_all
 from wlb_megatron.sharding.segments import ShardPlan
+from wlb_megatron.sharding.slots import PieceList
 from wlb_megatron.workload.kernel_table import KernelTable, h100
 
 

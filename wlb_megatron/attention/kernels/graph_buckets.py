@@ -16,9 +16,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from wlb_megatron.attention.device_layout import DeviceCall
-from wlb_megatron.sharding.calls.attention_calls import AttentionLayout
-from wlb_megatron.sharding.calls.one_call import MOST_KEYS, MOST_ROWS
-from wlb_megatron.sharding.calls.varlen_call import AttentionCall
+from wlb_megatron.sharding.calls.attention_calls import AttentionCall, AttentionLayout
+from wlb_megatron.sharding.cut import MOST_KEYS, MOST_ROWS
 
 
 class Bucket(NamedTuple):
@@ -113,7 +112,7 @@ def foreseen(
 
     A rank holds an even share of the tokens; its rectangles' queries come at most twice (a document cut in causal
     pairs has two segments on a rank), their keys are those of the micro-batch and its prefixes at most. One call
-    instead of two has few of either (sharding/calls/one_call.py).
+    instead of two has few of either (sharding/cut.py).
 
     Args:
         sequences: segments that a rank can have.

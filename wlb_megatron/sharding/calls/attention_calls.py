@@ -1,4 +1,4 @@
-"""The two kernel calls that compute attention for a rank's segments. (A plan may ask for one call: one_call.py.)
+"""The kernel calls that compute attention for a rank's segments: two, or one if a plan asks for that (WindowLayout).
 
 A segment of tokens [start, end) attends to its piece's keys [0, end): its own diagonal, and all earlier keys.
 
@@ -17,12 +17,47 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
-from wlb_megatron.sharding.calls.exchange import ExchangePlan, exchange_plan
-from wlb_megatron.sharding.calls.varlen_call import AttentionCall, varlen_call
-from wlb_megatron.sharding.calls.window_call import WindowLayout, window_layout
+from wlb_megatron.sharding.calls.exchange import ExchangePlan, exchange_buffers, exchange_plan
 from wlb_megatron.sharding.chunks import CachedKeys, cached_keys
 from wlb_megatron.sharding.segments import IntArray, ShardPlan, _ranges
+
+Int32Array = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One variable-length call over b sequences; each sequence's queries and keys are contiguous.
+
+    cu_seqlens_q, cu_seqlens_kv: int32[b + 1], in tokens. max_q, max_kv: the longest sequence's queries and keys, in
+    tokens.
+    """
+
+    cu_seqlens_q: Int32Array
+    cu_seqlens_kv: Int32Array
+    max_q: int
+    max_kv: int
+
+    @property
+    def equal(self) -> tuple[int, int, int] | None:
+        """(sequences, queries of each, keys of each) if all sequences have the same sizes, else None."""
+        queries, keys = np.diff(self.cu_seqlens_q), np.diff(self.cu_seqlens_kv)
+        if not len(queries) or (queries != self.max_q).any() or (keys != self.max_kv).any():
+            return None
+        return len(queries), self.max_q, self.max_kv
+
+
+def varlen_call(queries: IntArray, keys: IntArray) -> AttentionCall:
+    """The call over b sequences. queries, keys: int64[b] each, tokens per sequence."""
+    return AttentionCall(
+        _bounds(queries), _bounds(keys), int(queries.max(initial=0)), int(keys.max(initial=0))
+    )
+
+
+def _bounds(sizes: IntArray) -> Int32Array:
+    return np.concatenate(([0], np.cumsum(sizes))).astype(np.int32)
+
 
 # Two H100s, 8 / 2 heads: at 3,600 pairs a key hiding the return saved 1 ms of 19, at 8,000 it cost 4 to 8 ms of 68.
 PAIRS_WORTH_A_KEY = 4096
@@ -126,3 +161,47 @@ def _reach(plan: ShardPlan, rows: IntArray) -> IntArray:
     reach = np.zeros(len(plan.lengths), dtype=np.int64)
     np.maximum.at(reach, rows[:, 0], rows[:, 1])
     return reach
+
+
+@dataclass(frozen=True)
+class WindowLayout:
+    """One kernel call for all of a rank's segments, used when few keys precede each segment.
+
+    In a layer with a sliding window, a segment [start, end) attends to keys [max(0, start - window), end) of its piece.
+    Few of these are on other ranks. In any layer, a short piece has few keys (cut.in_fewest_calls). The call is causal,
+    bottom-right aligned, over a buffer with each segment's keys, so nothing needs merging. Segments of one piece that
+    are closer than the window share keys. Each gets its own copy, so dK and dV are exact, and the owner adds them up.
+
+    size: earlier keys that a query attends to, None for all. call: bottom-right causal, the rank's rows on the
+    exchanged keys. cached: None if the micro-batch shares no document with another.
+    """
+
+    size: int | None
+    call: AttentionCall
+    exchange: ExchangePlan
+    cached: CachedKeys | None = None
+
+
+def window_layout(plan: ShardPlan, rank: int, size: int | None) -> WindowLayout:
+    """The windowed layout of `rank`.
+
+    Piece [8], CP=2, window 1. Rank 0 holds (0, 0, 2) (0, 6, 8): 2 rows on keys 0 1, 2 rows on keys 5 6 7, of which
+    5 comes from rank 1. Rank 1 holds (0, 2, 6): 4 rows on keys 1 .. 5.
+    """
+    rows = plan.ranks[rank]
+    return WindowLayout(
+        size,
+        varlen_call(rows[:, 2] - rows[:, 1], rows[:, 2] - _first_key(rows, size)),
+        exchange_buffers(plan, rank, [_buffer(plan, rank_rows, size) for rank_rows in plan.ranks], size),
+        cached_keys(plan, rank, size),
+    )
+
+
+def _first_key(rows: IntArray, size: int | None) -> IntArray:
+    return np.zeros_like(rows[:, 1]) if size is None else np.maximum(rows[:, 1] - size, 0)
+
+
+def _buffer(plan: ShardPlan, rows: IntArray, size: int | None) -> IntArray:
+    """int64[n]: the keys that a rank's segments attend to, segment by segment, numbered as in ShardPlan.key_index."""
+    begins = plan.key_starts[rows[:, 0]]
+    return _ranges(begins + _first_key(rows, size), begins + rows[:, 2])

@@ -1,1 +1,0 @@
-"""The algorithms that cut a micro-batch over context-parallel ranks."""
