@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from attention_oracle import SCALE, Member, Tensors, ThreadGroup, random_tensors
 from hypothesis import strategies as st
+from plan_checks import validate
 from torch.utils.checkpoint import checkpoint
 
 from wlb_megatron.attention.device_layout import device_layout
@@ -17,7 +18,6 @@ from wlb_megatron.plan import PADDING, Piece
 from wlb_megatron.sharding.calls.attention_calls import attention_layout
 from wlb_megatron.sharding.chunks import links_of
 from wlb_megatron.sharding.cut import cut, pad
-from wlb_megatron.sharding.segments import validate
 from wlb_megatron.workload.kernel_table import h100
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from wlb_megatron.dynamic.blocks import Stage
-from wlb_megatron.dynamic.plan import Group, StepPlan
+from wlb_megatron.dynamic.plan import Group, Stage, StepPlan
 
 
 def random_plan(tokens: Sequence[int], stage: Stage, seed: int) -> StepPlan:

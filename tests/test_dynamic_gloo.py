@@ -14,6 +14,7 @@ import torch.distributed as dist
 from attention_oracle import SCALE, one_document_at_a_time, padded, random_tensors
 from forked_ranks import spawn
 from megatron_runs import free_port
+from plan_checks import validate_groups
 from random_groups import random_plan
 
 from wlb_megatron.attention.device_layout import device_layout
@@ -22,9 +23,8 @@ from wlb_megatron.attention.sharded_attention import sharded_attention
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.corpus import Rules
 from wlb_megatron.documents.stream import DocumentStream
-from wlb_megatron.dynamic.blocks import Stage
 from wlb_megatron.dynamic.cost import group_cost
-from wlb_megatron.dynamic.plan import validate
+from wlb_megatron.dynamic.plan import Stage
 from wlb_megatron.dynamic.plan_step import Outcome, plan_step
 from wlb_megatron.packing.factory import make_packer
 from wlb_megatron.packing.packer import PackingJob
@@ -72,7 +72,7 @@ def attend_in_groups(rank: int, world: int) -> None:
     mixed = set()
     for seed in range(3):
         plan = random_plan(LENGTHS, STAGE, seed)
-        validate(plan, LENGTHS, STAGE)
+        validate_groups(plan, LENGTHS, STAGE)
         for step, group in enumerate(plan.of_rank(rank)):
             lengths = padded([LENGTHS[d] for d in group.documents] or [1], group.size)
             x = random_tensors(int(lengths.sum()), seed=100 * seed + step)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 from test_live_view import job_of
 
-from wlb_megatron.dynamic.blocks import block_sizes
 from wlb_megatron.dynamic.cost import GroupCost, group_cost, token_ns
-from wlb_megatron.dynamic.plan import Group, StepPlan
+from wlb_megatron.dynamic.plan import Group, StepPlan, block_sizes
 from wlb_megatron.plugin.logs.prediction import group_predictor, layer_model
 from wlb_megatron.sharding.select import shard
 from wlb_megatron.simulator.iteration import simulate

@@ -11,10 +11,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from plan_checks import validate_groups
 from test_cli import call
 
-from wlb_megatron.dynamic.blocks import Stage
-from wlb_megatron.dynamic.plan import validate
+from wlb_megatron.dynamic.plan import Stage
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.chunks.chunk_packer import ChunkPacker
 from wlb_megatron.settings_flags import add_layout, add_settings, complete_layout, settings
@@ -189,7 +189,7 @@ def test_every_document_of_an_iteration_is_in_one_of_its_groups() -> None:
         held = [
             piece.tokens for row in plan.micro_batches for micro_batch in row for piece in micro_batch.pieces
         ]
-        validate(steps, held, Stage.of(2, 2, run.planner.packer.max_tokens // 2 * 2))
+        validate_groups(steps, held, Stage.of(2, 2, run.planner.packer.max_tokens // 2 * 2))
 
 
 def test_dynamic_groups_are_refused_where_training_refuses_them(capsys: pytest.CaptureFixture[str]) -> None:

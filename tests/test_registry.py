@@ -6,6 +6,7 @@ import argparse
 from dataclasses import fields, replace
 
 import pytest
+from plan_checks import validate
 
 from wlb_megatron.arguments import add_arguments, config_from_args, removed_flags, take_instead
 from wlb_megatron.attention.kernels import kernel_choice
@@ -14,7 +15,6 @@ from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.factory import make_packer
 from wlb_megatron.packing.packer import Packer, PackingJob
 from wlb_megatron.registry import CP_MODES, KERNELS, PACKERS, SHARDINGS, Entry, KernelsEntry
-from wlb_megatron.sharding.segments import validate
 from wlb_megatron.sharding.slots import PieceList
 from wlb_megatron.workload.cost_model import CostModel
 from wlb_megatron.workload.kernel_table import h100

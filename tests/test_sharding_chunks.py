@@ -8,6 +8,7 @@ import pytest
 from chunk_oracle import is_real, iterations, shard_plans, tokens_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plan_checks import validate
 
 from wlb_megatron.plan import Piece
 from wlb_megatron.registry import SHARDINGS
@@ -15,7 +16,7 @@ from wlb_megatron.sharding.calls.attention_calls import attention_layout
 from wlb_megatron.sharding.chunks import cached_keys, links_of
 from wlb_megatron.sharding.hybrid import mix
 from wlb_megatron.sharding.predict import predict
-from wlb_megatron.sharding.segments import Chunks, ShardPlan, validate
+from wlb_megatron.sharding.segments import Chunks, ShardPlan
 from wlb_megatron.sharding.select import shard, shard_all
 from wlb_megatron.workload.kernel_table import h100
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from plan_checks import validate
 
 from wlb_megatron.cli import main
-from wlb_megatron.sharding.segments import validate
 from wlb_megatron.simulator.iteration import simulate
 from wlb_megatron.simulator.lengths import long_tailed
 from wlb_megatron.simulator.model import LayerModel

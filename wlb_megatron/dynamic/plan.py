@@ -1,4 +1,11 @@
-"""An iteration's plan: in each micro-step, which ranks work together on which documents. All integers."""
+"""An iteration's plan: in each micro-step, which ranks work together on which documents. All integers.
+
+The groups that may be formed over the DP x CP ranks of a pipeline stage are aligned blocks, nested in each other. Their
+sizes are a chain in which each divides the next, so two blocks are either apart or one holds the other. A rank is in
+one block of each size, of which there are at most MOST_GROUPS of more than one rank. And micro-steps that run in
+falling order of their group's size never wait: all ranks of a block have run the same larger blocks before it (see
+place_greedily).
+"""
 
 from __future__ import annotations
 
@@ -8,10 +15,71 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from wlb_megatron.dynamic.blocks import Stage
 from wlb_megatron.plan import IterationPlan
 
 IntArray = npt.NDArray[np.int64]
+
+MOST_GROUPS = 8
+"""Process groups of a rank, with Megatron's context-parallel group and that of all ranks, which are there anyway."""
+
+
+def block_sizes(context: int, data: int) -> tuple[int, ...]:
+    """Sizes of blocks, ascending, from 1 over the context-parallel size to all context x data ranks.
+
+    context 2, data 3: (1, 2, 6). context 4, data 2: (1, 2, 4, 8). context 3, data 2: (1, 3, 6). Where there would be
+    more than MOST_GROUPS above 1, the largest are left out, which hold no more tokens than the context-parallel ones;
+    context 8, data 512: 1 2 4 8 16 32 64 128 4096.
+    Raises ValueError for sizes below 1.
+    """
+    if context < 1 or data < 1:
+        raise ValueError(f"context- and data-parallel sizes must be at least 1, got {context} and {data}")
+    sizes = [1]
+    for factor in (*_primes(context), *_primes(data)):
+        sizes.append(sizes[-1] * factor)
+    kept_sizes = {1, context, sizes[-1]}
+    other_sizes = [size for size in sizes if size not in kept_sizes]
+    return tuple(sorted({*kept_sizes, *other_sizes[: MOST_GROUPS + 1 - len(kept_sizes)]}))
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """The ranks of a pipeline stage as blocks, and what fits a group of each size.
+
+    Blocks have these `sizes`, ascending, the last is all ranks. `tokens` has for each size the most of one micro-step.
+    """
+
+    sizes: tuple[int, ...]
+    tokens: tuple[int, ...]
+
+    @property
+    def ranks(self) -> int:
+        return self.sizes[-1]
+
+    def divided(self, parts: int) -> Stage:
+        """The same with micro-steps of so many times fewer tokens; all ranks together keep theirs, so that every
+        document fits somewhere."""
+        return Stage(self.sizes, (*(max(n // parts, 1) for n in self.tokens[:-1]), self.tokens[-1]))
+
+    @staticmethod
+    def of(context: int, data: int, max_tokens: int) -> Stage:
+        """max_tokens: tokens of a micro-batch of `context` ranks, Lmax. A rank holds at most longest // context of
+        them, and no group's micro-step more than Lmax, so that no rank holds more keys than with fixed groups.
+
+        context 2, data 2, Lmax 96: 48, 96, 96 tokens on groups of 1, 2, 4.
+        """
+        sizes = block_sizes(context, data)
+        return Stage(sizes, tuple(min(size * (max_tokens // context), max_tokens) for size in sizes))
+
+
+def _primes(number: int) -> list[int]:
+    """Prime factors, ascending: 12 gives [2, 2, 3]."""
+    factors, divisor = [], 2
+    while number > 1:
+        while number % divisor == 0:
+            factors.append(divisor)
+            number //= divisor
+        divisor += 1
+    return factors
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,30 +187,3 @@ def finish_times(plan: StepPlan, times: Sequence[Sequence[int]], step_ns: int = 
             is_busy[group_ranks] = True
         free_at[~is_busy] += step_ns
     return free_at
-
-
-def validate(plan: StepPlan, lengths: npt.ArrayLike, stage: Stage) -> None:
-    """Raise ValueError unless every document is in one group, groups are blocks of the stage that do not overlap
-    in a micro-step, and none holds more tokens than fit it."""
-    tokens = np.asarray(lengths, dtype=np.int64)
-    if plan.ranks != stage.ranks:
-        raise ValueError(f"a plan for {plan.ranks} ranks on a stage of {stage.ranks}")
-    placed = [d for groups in plan.micro_steps for group in groups for d in group.documents]
-    if sorted(placed) != list(range(len(tokens))):
-        raise ValueError(f"{len(placed)} documents are placed, not each of {len(tokens)} once")
-    limit = dict(zip(stage.sizes, stage.tokens, strict=True))
-    for number, groups in enumerate(plan.micro_steps):
-        end = 0
-        for group in groups:
-            if group.size not in limit or group.start % group.size or group.start + group.size > plan.ranks:
-                raise ValueError(
-                    f"micro-step {number}: ranks {group.start} + {group.size} are no block of the stage"
-                )
-            if group.start < end:
-                raise ValueError(f"micro-step {number}: rank {group.start} is in two groups")
-            end = group.start + group.size
-            group_tokens = int(tokens[list(group.documents)].sum())
-            if group_tokens > limit[group.size]:
-                raise ValueError(
-                    f"micro-step {number}: {group_tokens} tokens on {group.size} ranks, which hold {limit[group.size]}"
-                )

@@ -11,13 +11,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from wlb_megatron.dynamic.blocks import Stage
 from wlb_megatron.dynamic.buckets import bucket
 from wlb_megatron.dynamic.cost import GroupCost
 from wlb_megatron.dynamic.exact import LARGEST, place_exactly
-from wlb_megatron.dynamic.improve_placement import improve_placement
-from wlb_megatron.dynamic.placement import Placement, Problem, problem_of
-from wlb_megatron.dynamic.plan import Group, StepPlan, finish_times, in_multiples
+from wlb_megatron.dynamic.placement import Placement, Problem, improve_placement, problem_of
+from wlb_megatron.dynamic.plan import Group, Stage, StepPlan, finish_times, in_multiples
 from wlb_megatron.sharding.alignment import padded
 from wlb_megatron.sharding.predict import predict_all
 from wlb_megatron.sharding.select import shard_all
@@ -26,6 +24,7 @@ MORE_STEPS = 5
 """Numbers of micro-steps tried: the least that is possible, and four more."""
 
 BUCKETS = 16
+THREADS = 2
 CLOSE = 1.01
 """A plan this near to the bound is not improved any further."""
 
@@ -62,7 +61,6 @@ def plan_step(
     *,
     fixed: StepPlan | None = None,
     seconds: float = 0.0,
-    threads: int = 2,
     sharding: str = "adaptive",
     pipeline: int = 1,
     multiple: int = 1,
@@ -90,7 +88,7 @@ def plan_step(
         if outcomes and time.monotonic() > deadline:
             break
         problem = problem_of(tokens, prices, opening, cost.step_ns, divided)
-        placement, source = _place(problem, seconds / len(stages), threads, deadline)
+        placement, source = _place(problem, seconds / len(stages), deadline)
         plan = in_multiples(placement.plan(), tokens, multiple)
         predicted_ns = predicted_time(plan, tokens, cost, sharding, pipeline)
         outcomes.append(Outcome(plan, source, placement.time(), bound, predicted_ns, 0))
@@ -103,7 +101,7 @@ def plan_step(
     return replace(best_outcome, fixed=fixed_ns)
 
 
-def _place(problem: Problem, seconds: float, threads: int, deadline: float) -> tuple[Placement, str]:
+def _place(problem: Problem, seconds: float, deadline: float) -> tuple[Placement, str]:
     greedy = place_all_greedily(problem, deadline)
     best_placement = min(greedy.values(), key=Placement.time)
     if best_placement.time() > CLOSE * problem.bound:
@@ -111,7 +109,7 @@ def _place(problem: Problem, seconds: float, threads: int, deadline: float) -> t
     seconds = min(seconds, deadline - time.monotonic())
     if seconds <= 0 or best_placement.time() <= NEAR * problem.bound:
         return best_placement, GREEDY
-    solved = _place_by_solver(problem, greedy, seconds, threads)
+    solved = _place_by_solver(problem, greedy, seconds)
     if solved is not None and solved.time() < best_placement.time():
         return solved, SOLVER
     return best_placement, GREEDY
@@ -148,9 +146,7 @@ def place_all_greedily(problem: Problem, deadline: float = math.inf) -> dict[int
     return placements
 
 
-def _place_by_solver(
-    problem: Problem, greedy: dict[int, Placement], seconds: float, threads: int
-) -> Placement | None:
+def _place_by_solver(problem: Problem, greedy: dict[int, Placement], seconds: float) -> Placement | None:
     """The best of the solver's placements over the numbers of micro-steps, solved side by side."""
     tokens = np.array(problem.tokens)
     buckets = bucket(tokens, len(tokens) if len(tokens) <= 2 * BUCKETS else BUCKETS)
@@ -159,8 +155,8 @@ def _place_by_solver(
         return None
     # The micro-steps below the first that greedy managed are tried too: a solver packs tighter.
     counts = sorted({*greedy, max(problem.least_steps(), min(greedy) - 1)})
-    seconds_each = seconds * min(threads, len(counts)) / len(counts)
-    with ThreadPoolExecutor(threads) as pool:
+    seconds_each = seconds * min(THREADS, len(counts)) / len(counts)
+    with ThreadPoolExecutor(THREADS) as pool:
         solved = list(
             pool.map(
                 lambda max_steps: place_exactly(

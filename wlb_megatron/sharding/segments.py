@@ -158,59 +158,6 @@ def merge_touching(rows: IntArray) -> IntArray:
     return merged_rows[np.argsort(np.minimum.reduceat(order, heads))]
 
 
-def validate(plan: ShardPlan) -> None:
-    """Raises ValueError unless every token of every piece is on exactly one rank, once, and no rows touch.
-
-    The same is required of the keys of prefixes.
-    """
-    pieces = len(plan.lengths)
-    last = plan.prefixes + plan.lengths
-    for rank, rows in enumerate(plan.ranks):
-        if rows.ndim != 2 or rows.shape[1] != 3:
-            raise ValueError(
-                f"rank {rank}: segments must be rows (piece, start, end), got shape {rows.shape}"
-            )
-        if not ((rows[:, 0] >= 0) & (rows[:, 0] < pieces)).all():
-            raise ValueError(f"rank {rank}: a segment names a piece outside 0..{pieces - 1}")
-        first = plan.prefixes[rows[:, 0]]
-        inside = (rows[:, 1] >= first) & (rows[:, 1] < rows[:, 2]) & (rows[:, 2] <= last[rows[:, 0]])
-        if not inside.all():
-            piece, start, end = rows[np.argmin(inside)]
-            raise ValueError(f"rank {rank}: segment [{start}, {end}) is empty or outside piece {piece}")
-        if len(merge_touching(rows)) != len(rows):
-            raise ValueError(f"rank {rank}: segments of one piece touch; merge them with merge_touching")
-    _tiles(np.concatenate(plan.ranks), plan.piece_starts, plan.prefixes, "packed token")
-    if plan.chunks is None:
-        return
-    cached = np.concatenate(plan.chunks.cached)
-    if not ((cached[:, 0] >= 0) & (cached[:, 0] < pieces) & (cached[:, 1] < cached[:, 2])).all():
-        raise ValueError(f"a row of cached keys is empty, or of a piece outside 0..{pieces - 1}")
-    if not (cached[:, 3] < plan.chunks.micro_batch).all():
-        raise ValueError(
-            f"micro-batch {plan.chunks.micro_batch} is to take keys of one that is not before it"
-        )
-    starts = np.concatenate(([0], np.cumsum(plan.prefixes)))
-    _tiles(cached, starts, np.zeros_like(plan.prefixes), "prefix token")
-
-
-def _tiles(rows: IntArray, starts: IntArray, first: IntArray, what: str) -> None:
-    """Raise ValueError unless rows (piece, start, end, ..) cover each piece, from its position `first` on, once.
-
-    starts: int64[n + 1], where each piece starts if all are laid end to end.
-    """
-    rows = rows[np.lexsort((rows[:, 1], rows[:, 0]))]
-    # In order, rows must lay all pieces end to end: each begins where the one before ends.
-    begins = (starts[:-1] - first)[rows[:, 0]] + rows[:, 1]
-    expected = np.concatenate(([0], np.cumsum(rows[:, 2] - rows[:, 1])))
-    if (begins != expected[:-1]).any():
-        index = int(np.argmax(begins != expected[:-1]))
-        how = "twice" if begins[index] < expected[index] else "not at all"
-        token = min(int(begins[index]), int(expected[index]))
-        raise ValueError(f"{what} {token} is held {how}; each must be on one rank, once")
-    if expected[-1] != starts[-1]:
-        raise ValueError(f"{what} {int(expected[-1])} is held not at all; each must be on one rank, once")
-
-
 def _ranges(starts: IntArray, ends: IntArray) -> IntArray:
     """Concatenation of range(start, end): starts [0, 3], ends [2, 6] give [0, 1, 3, 4, 5]."""
     sizes = ends - starts

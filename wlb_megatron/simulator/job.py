@@ -14,9 +14,8 @@ from wlb_megatron.documents.blocks import Lengths
 from wlb_megatron.documents.corpus import Corpus, Rules
 from wlb_megatron.documents.lengths import longest_whole
 from wlb_megatron.documents.stream import DocumentStream
-from wlb_megatron.dynamic.blocks import Stage
 from wlb_megatron.dynamic.cost import GroupCost, group_cost, token_ns
-from wlb_megatron.dynamic.plan import StepPlan, fixed_groups
+from wlb_megatron.dynamic.plan import Stage, StepPlan, fixed_groups
 from wlb_megatron.dynamic.plan_step import plan_step
 from wlb_megatron.errors import WlbError, explain_bad_values
 from wlb_megatron.packing.chunks.chunk_limits import Trainer

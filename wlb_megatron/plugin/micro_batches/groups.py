@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from wlb_megatron.dynamic.blocks import block_sizes
+from wlb_megatron.dynamic.plan import block_sizes
 from wlb_megatron.plugin.job_state import part
 from wlb_megatron.plugin.micro_batches.planning import RankGroup
 

@@ -19,9 +19,8 @@ import numpy as np
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from wlb_megatron.dynamic.blocks import Stage
 from wlb_megatron.dynamic.cost import group_cost, token_ns
-from wlb_megatron.dynamic.plan import Group, StepPlan, fixed_groups
+from wlb_megatron.dynamic.plan import Group, Stage, StepPlan, fixed_groups
 from wlb_megatron.dynamic.plan_step import FIXED, GREEDY, LATE, SOLVER, Outcome, plan_step
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.saved_pieces import packed_waiting
