@@ -16,7 +16,7 @@ from megatron_runs import ROOT, cpu_environment
 from wlb_megatron import errors
 from wlb_megatron.attention.kernels import kernel_choice, torch_backend
 from wlb_megatron.cli import main
-from wlb_megatron.doctor import attention_check, doctor_command, findings, megatron_checks, software
+from wlb_megatron.doctor import attention_check, checks, doctor_command
 from wlb_megatron.errors import WlbError
 from wlb_megatron.registry import KERNELS
 
@@ -74,8 +74,8 @@ def test_pypis_apex_and_an_unknown_megatron_are_named_and_the_exit_code_is_not_z
 def test_without_torch_the_rest_is_still_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    version = findings.version
-    monkeypatch.setattr(findings, "version", lambda name: None if name == "torch" else version(name))
+    version = checks.installed_version
+    monkeypatch.setattr(checks, "installed_version", lambda name: None if name == "torch" else version(name))
     assert main(["doctor"]) == 2
     printed = capsys.readouterr()
     assert (
@@ -91,10 +91,10 @@ def test_the_cpu_that_answers_for_a_gpu_is_not_taken_for_one(monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setitem(sys.modules, "cpu_cuda", sys)
     monkeypatch.setattr(torch.version, "cuda", None)
-    (gpus,) = [finding for finding in software.torch_and_gpus() if finding.what.startswith("GPU")]
+    (gpus,) = [finding for finding in checks.torch_and_gpus() if finding.what.startswith("GPU")]
     assert gpus.found == "none"
     assert (Path(gpus.cure.split("put ")[1].split(" on PYTHONPATH")[0]) / "sitecustomize.py").exists()
-    assert all(finding.verdict != findings.FIX for finding in software.transformer_engine())
+    assert all(finding.verdict != checks.FIX for finding in checks.transformer_engine())
 
 
 @pytest.mark.parametrize(
@@ -102,9 +102,9 @@ def test_the_cpu_that_answers_for_a_gpu_is_not_taken_for_one(monkeypatch: pytest
     [(91900, "rounds sizes up"), (92400, "the plugin rounds"), (92501, "the plugin rounds")],
 )
 def test_the_version_of_cudnn_says_who_rounds_the_sizes_of_graphs(version: int, phrase: str) -> None:
-    first, graphs = software.cudnn(version)
+    first, graphs = checks.cudnn(version)
     assert first.found == f"9.{version // 100 % 100}.{version % 100}" and phrase in graphs.found
-    assert [finding.found for finding in software.cudnn(None)] == ["missing"]
+    assert [finding.found for finding in checks.cudnn(None)] == ["missing"]
 
 
 def test_flash_attention_of_another_version_and_what_stock_makes_of_it_are_told(
@@ -114,27 +114,27 @@ def test_flash_attention_of_another_version_and_what_stock_makes_of_it_are_told(
         return {**KERNELS["fa4"].packages, **changed}.get(package)
 
     monkeypatch.setattr(kernel_choice, "version", version)
-    monkeypatch.setattr(findings, "version", version)
+    monkeypatch.setattr(checks, "installed_version", version)
     changed: dict[str, str] = {}
-    assert list(software.flash_attention()) == [findings.Finding("FlashAttention-4", "4.0.0b36")]
+    assert list(checks.flash_attention()) == [checks.Finding("FlashAttention-4", "4.0.0b36")]
     changed["transformer-engine"] = "2.20.2"
-    _, stock = software.flash_attention()
-    assert stock.verdict == findings.NOTE and "NVTE_FLASH_ATTN=0" in stock.cure
+    _, stock = checks.flash_attention()
+    assert stock.verdict == checks.NOTE and "NVTE_FLASH_ATTN=0" in stock.cure
     del changed["transformer-engine"]
     changed["flash-attn-4"] = "4.0.0b11"
-    (finding,) = software.flash_attention()
-    assert (finding.found, finding.verdict) == ("4.0.0b11", findings.NOTE)
+    (finding,) = checks.flash_attention()
+    assert (finding.found, finding.verdict) == ("4.0.0b11", checks.NOTE)
     assert finding.cure == "flash-attn-4 is 4.0.0b11, tried is 4.0.0b36"
 
 
 def test_a_check_that_breaks_is_a_finding_and_not_the_end() -> None:
     def broken_part():  # type: ignore[no-untyped-def]
-        yield findings.Finding("first", "fine")
+        yield checks.Finding("first", "fine")
         raise RuntimeError("no\n such  library")
 
     first, second = doctor_command.examine(broken_part)
-    assert first.verdict == findings.OK
-    assert second == findings.Finding("broken part", "no such library", findings.FIX)
+    assert first.verdict == checks.OK
+    assert second == checks.Finding("broken part", "no such library", checks.FIX)
 
 
 def test_a_checkout_that_is_none_is_refused() -> None:
@@ -167,18 +167,16 @@ def test_a_checkout_without_dataset_helpers_is_told_what_megatrons_own_datasets_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     known = {"pybind11", "megatron.core.datasets.helpers_cpp"}
-    monkeypatch.setattr(megatron_checks.importlib.util, "find_spec", lambda name: name in known or None)
-    assert megatron_checks.dataset_helpers().found == "built"
+    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: name in known or None)
+    assert checks.dataset_helpers().found == "built"
     known -= {"megatron.core.datasets.helpers_cpp"}
-    monkeypatch.setattr(megatron_checks.shutil, "which", lambda name: f"/usr/bin/{name}")
-    finding = megatron_checks.dataset_helpers()
-    assert (
-        finding.verdict == findings.NOTE and "the plugin does not need them, --wlb-off does" in finding.found
-    )
+    monkeypatch.setattr(checks.shutil, "which", lambda name: f"/usr/bin/{name}")
+    finding = checks.dataset_helpers()
+    assert finding.verdict == checks.NOTE and "the plugin does not need them, --wlb-off does" in finding.found
     assert "missing" not in finding.cure
     known.clear()
-    monkeypatch.setattr(megatron_checks.shutil, "which", lambda name: None)
-    finding = megatron_checks.dataset_helpers()
+    monkeypatch.setattr(checks.shutil, "which", lambda name: None)
+    finding = checks.dataset_helpers()
     assert "it lacks: make, a C++ compiler, python3-config, pybind11" in finding.cure
 
 
@@ -213,7 +211,7 @@ def test_json_holds_what_the_lines_say_and_nothing_else_is_printed(
 ) -> None:
     for check in ("torch_and_gpus", "transformer_engine", "flash_attention", "apex"):
         monkeypatch.setattr(doctor_command, check, lambda: iter(()))
-    wrong = findings.Finding("Megatron", "none", findings.FIX, "install it")
+    wrong = checks.Finding("Megatron", "none", checks.FIX, "install it")
     monkeypatch.setattr(doctor_command, "megatron", lambda: iter([wrong]))
     assert main(["doctor", "--json", "--no-self-test"]) == 2
     results = json.loads(capsys.readouterr().out)

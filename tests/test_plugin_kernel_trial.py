@@ -16,7 +16,7 @@ import torch
 from training_jobs import training_job
 
 from wlb_megatron.attention.kernels import before_training
-from wlb_megatron.doctor import findings, software
+from wlb_megatron.doctor import checks
 from wlb_megatron.plugin.flags import versions
 from wlb_megatron.plugin.model.delta_nets import AtDocuments
 from wlb_megatron.plugin.trials.megatron_trial import try_delta_nets, try_transformer_engine
@@ -96,9 +96,9 @@ def test_the_versions_tried_are_those_that_the_packages_asks_for() -> None:
 
 def test_doctor_tells_of_a_version_that_was_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.30")
-    monkeypatch.setattr(findings, "gpus", lambda: 0)
-    finding = next(software.transformer_engine())
-    assert (finding.verdict, finding.found) == (findings.NOTE, "2.30") and "not tried" in finding.cure
+    monkeypatch.setattr(checks, "gpu_count", lambda: 0)
+    finding = next(checks.transformer_engine())
+    assert (finding.verdict, finding.found) == (checks.NOTE, "2.30") and "not tried" in finding.cure
 
 
 NETS = {

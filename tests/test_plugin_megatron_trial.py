@@ -19,7 +19,7 @@ import torch.distributed as dist
 from forked_ranks import spawn
 from megatron_runs import free_port
 
-from wlb_megatron.doctor import findings, megatron_checks
+from wlb_megatron.doctor import checks
 from wlb_megatron.errors import WlbError
 from wlb_megatron.plugin.flags import versions
 from wlb_megatron.plugin.trials import megatron_check, megatron_trial
@@ -258,9 +258,9 @@ def test_a_check_that_cannot_run_says_its_last_line(monkeypatch: pytest.MonkeyPa
 def test_doctor_checks_a_version_that_was_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "sources_digest", lambda: "changed")
     monkeypatch.setattr(megatron_trial, "check", lambda: 3e-6)
-    by_name = {result.what: result for result in megatron_checks.megatron()}
-    assert by_name["megatron-core"].verdict == findings.NOTE and "not tried" in by_name["megatron-core"].cure
-    (finding,) = megatron_checks.untried_step()
+    by_name = {result.what: result for result in checks.megatron()}
+    assert by_name["megatron-core"].verdict == checks.NOTE and "not tried" in by_name["megatron-core"].cure
+    (finding,) = checks.untried_step()
     assert finding.found.endswith("come out right within 3e-06")
     monkeypatch.undo()
-    assert not list(megatron_checks.untried_step())
+    assert not list(checks.untried_step())

@@ -20,9 +20,8 @@ from megatron_runs import free_port
 from wlb_megatron.attention.device_layout import device_layout
 from wlb_megatron.cli import main
 from wlb_megatron.profiler import clock
-from wlb_megatron.profiler.attention import AttentionBench, _alone
 from wlb_megatron.profiler.clock import Clock
-from wlb_megatron.profiler.layer import layer_step, torch_layer
+from wlb_megatron.profiler.layer import AttentionBench, _alone, layer_step, torch_layer
 from wlb_megatron.profiler.points import GRIDS, MOST_ROWS, attention_points
 from wlb_megatron.sharding.calls.attention_calls import attention_layout
 from wlb_megatron.workload.memory import Experts

@@ -13,10 +13,9 @@ import pytest
 from conftest import without
 
 from wlb_megatron.cli import main
-from wlb_megatron.report.watch import watch_command
-from wlb_megatron.report.watch.page import POINTS, chart, thinned
-from wlb_megatron.report.watch.run_log import RunLog
-from wlb_megatron.report.watch.summary import summary
+from wlb_megatron.report import watch_command
+from wlb_megatron.report.run_log import RunLog, summary
+from wlb_megatron.report.watch_command import POINTS, chart, thinned
 
 BROWSER = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None

@@ -28,7 +28,7 @@ from wlb_megatron.patching import add_patch
 from wlb_megatron.plugin.flags.data_paths import DataPaths, training_corpora
 from wlb_megatron.plugin.sft.index_command import add_sft_index
 from wlb_megatron.profiler.profile_command import add_profile
-from wlb_megatron.report.watch.watch_command import add_watch
+from wlb_megatron.report.watch_command import add_watch
 from wlb_megatron.settings_flags import (
     UsageError,
     add_layout,

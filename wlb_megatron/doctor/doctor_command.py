@@ -13,10 +13,19 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 
-from wlb_megatron.doctor import findings
-from wlb_megatron.doctor.findings import FIX, Finding
-from wlb_megatron.doctor.megatron_checks import megatron, self_test, untried_step
-from wlb_megatron.doctor.software import apex, flash_attention, python, torch_and_gpus, transformer_engine
+from wlb_megatron.doctor.checks import (
+    FIX,
+    Finding,
+    apex,
+    flash_attention,
+    gpu_count,
+    megatron,
+    python,
+    self_test,
+    torch_and_gpus,
+    transformer_engine,
+    untried_step,
+)
 from wlb_megatron.errors import PREFIX, WlbError
 
 
@@ -67,7 +76,7 @@ def run_doctor(args: argparse.Namespace) -> None:
         raise WlbError(f"training cannot start here yet; to fix: {', '.join(failed)}")
     if args.json:
         return
-    if findings.gpus():
+    if gpu_count():
         print("training can start here")
     else:
         print("nothing to fix: training can start where there are GPUs")

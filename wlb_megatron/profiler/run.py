@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 from wlb_megatron import __version__
 from wlb_megatron.attention.kernels import kernel_choice
-from wlb_megatron.profiler import network
-from wlb_megatron.profiler.attention import AttentionBench
-from wlb_megatron.profiler.clock import Clock
+from wlb_megatron.errors import installed_version
+from wlb_megatron.profiler.clock import Clock, operations, time_operation
 from wlb_megatron.profiler.layer import (
+    AttentionBench,
     Ends,
     Part,
     embedding_step,
@@ -72,9 +72,9 @@ def profile(
             partial, json.dumps({"settings": settings, "samples": list(samples.values())}) + "\n", "--out"
         )
     if world > 1:
-        for name, size in network.operations(GRIDS[grid].bytes):
+        for name, size in operations(GRIDS[grid].bytes):
             tick(f"{name} {size} bytes")
-            sample = network.time_operation(name, size, device)
+            sample = time_operation(name, size, device)
             samples[f"{name} {size}"] = {"part": name, "sizes": {"bytes": size, "ranks": world}, **sample}
     if left_out:
         say(
@@ -150,7 +150,7 @@ def _points(grid: Grid, model: ProfiledModel) -> Iterator[Point]:
 
 def count_points(grid: str, model: ProfiledModel, world: int) -> int:
     """How often `profile` ticks."""
-    extra = len(list(network.operations(GRIDS[grid].bytes))) if world > 1 else 0
+    extra = len(list(operations(GRIDS[grid].bytes))) if world > 1 else 0
     return sum(1 for _ in _points(GRIDS[grid], model)) + extra
 
 
@@ -176,15 +176,10 @@ def _settings(model: ProfiledModel, grid: str, backend: str, device: torch.devic
 
 
 def _versions(backend: str) -> dict[str, str]:
-    from importlib.metadata import PackageNotFoundError, version
-
     versions = {"wlb_megatron": __version__, "python": platform.python_version(), "torch": torch.__version__}
     packages = KERNELS[backend].packages if backend in KERNELS else ()
     for package in ("transformer_engine", "megatron-core", *packages):
-        try:
-            versions[package] = version(package) if backend != "torch" else ""
-        except PackageNotFoundError:
-            versions[package] = "unknown"
+        versions[package] = (installed_version(package) or "unknown") if backend != "torch" else ""
     if backend != "torch":
         versions |= {"cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())}
         versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))

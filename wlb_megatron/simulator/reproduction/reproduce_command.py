@@ -191,8 +191,7 @@ def _refuse_idle(args: argparse.Namespace) -> None:
 
 
 def _write(report: dict[str, Any], folder: Path) -> None:
-    from wlb_megatron.report.reproduction import as_page, speedup_rows
-    from wlb_megatron.report.reproduction_pictures import draw
+    from wlb_megatron.report.reproduction import as_page, draw, speedup_rows
 
     draw(report, folder)
     texts = {
