@@ -11,6 +11,13 @@ from wlb_megatron.errors import fatal
 from wlb_megatron.plugin.launch import main
 
 
+def run_or_check(run: Callable[[], None]) -> None:
+    """Runs the training script, or with --wlb-dry-run only checks its flags and exits."""
+    if "--wlb-dry-run" in sys.argv:
+        sys.exit(dry_run(sys.argv[1:], run))
+    run()
+
+
 def dry_run(arguments: Sequence[str], run: Callable[[], None]) -> int:
     """Megatron's own parser and the plugin's refusals, as for that many GPUs, then `analyze` of the same flags.
 
@@ -76,6 +83,4 @@ def _world_size(arguments: Sequence[str]) -> int | None:
 
 
 if __name__ == "__main__":
-    if "--wlb-dry-run" in sys.argv:
-        sys.exit(dry_run(sys.argv[1:], main))
-    main()
+    run_or_check(main)
