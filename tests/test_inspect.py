@@ -282,18 +282,11 @@ def test_segments_of_one_piece_on_a_rank_never_touch() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"cp": 0}, "--cp must be at least 1, got 0"),
-        ({"dp": -1}, "--dp must be at least 1, got -1"),
-        ({"tp": 0}, "--tp must be at least 1"),
-        ({"micro_batches": 0}, "--micro-batches must be at least 1"),
-        ({"iterations": 0}, "--iterations must be at least 1"),
         (
             {"packing": "varlen", "max_tokens": 19, "chunks": "off"},
             r"max_tokens of 19 is below 1\.25 windows",
         ),
         ({"packing": "varlen", "thresholds": "8,x"}, "thresholds"),
-        ({"packing": "varlen", "max_delay": -1}, "--wlb-max-delay"),
-        ({"packing": "fixed-greedy", "balance_batches": 0}, "balance_batches"),
         ({"packing": "nonsense"}, "unknown packing"),
         ({"quadratic_at": 0.0}, "quadratic_at must be positive"),
     ],

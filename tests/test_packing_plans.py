@@ -317,13 +317,9 @@ def test_thresholds_found_on_a_sample_come_with_the_state() -> None:
             {"alignment": 24},
             "^1.5 windows \\(24 tokens in multiples of 24\\) is below .*set --wlb-max-tokens to 48",
         ),
-        ({"max_delay": -1}, "--wlb-max-delay must not be negative"),
-        ({"max_documents": 0}, "max_documents must be at least 1"),
         ({"thresholds": "8,8"}, "thresholds '8,8' are not auto, none"),
         ({"thresholds": "short"}, "thresholds 'short' are not auto, none"),
         ({"packing": "best"}, "unknown packing 'best': choose .*original"),
-        ({"packing": "fixed-greedy", "balance_batches": 0}, "balance_batches must be at least 1"),
-        ({"packing": "fixed-solver", "solver_seconds": 0.0}, "solver_seconds must be positive"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(changed: dict[str, Any], words: str) -> None:

@@ -60,17 +60,6 @@ def inspect_plans(
     "stages" what each pipeline stage holds (StageMemory), with "available" bytes for it. WlbError on settings that
     cannot work.
     """
-    for name, value in (
-        ("micro-batches", micro_batches),
-        ("dp", dp),
-        ("cp", cp),
-        ("tp", tp),
-        ("pp", pp),
-        ("vpp", vpp),
-        ("iterations", iterations),
-    ):
-        if value is not None and value < 1:
-            raise WlbError(f"--{name} must be at least 1, got {value}")
     if config.cp_mode != "fixed":
         raise WlbError(
             "--wlb-cp-mode dynamic is planned by a model's predicted times, which inspect does not know: use "

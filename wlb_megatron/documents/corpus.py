@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from wlb_megatron.config import OVERLONG
 from wlb_megatron.documents.blocks import Lengths, blocks
 from wlb_megatron.documents.piece_order import EarlierWindow, PieceOrder
 from wlb_megatron.errors import WlbError
@@ -91,12 +90,6 @@ class Rules:
     epochs: int | None = None
 
     def __post_init__(self) -> None:
-        if self.window < 1:
-            raise WlbError(f"window must be at least 1 token, got {self.window}")
-        if self.overlong not in OVERLONG:
-            raise WlbError(
-                f"unknown policy {self.overlong!r} for over-long documents; choose {', '.join(OVERLONG)}"
-            )
         if self.seed is not None and self.seed < 0:
             raise WlbError(f"seed must not be negative, got {self.seed}")
 

@@ -30,13 +30,9 @@ def bucket(lengths: npt.ArrayLike, count: int = 16) -> Buckets:
 
     FlexSP (arXiv 2412.01523) bounds its buckets so, 16 for each micro-batch of consecutive documents of a sorted
     batch, and counts the longest. Lengths 1 2 9 10, two buckets: [1 2] [9 10], which is 2 tokens of 22 too many,
-    counted as 2 and 10. Raises ValueError without a document or bucket.
+    counted as 2 and 10.
     """
     tokens = np.asarray(lengths, dtype=np.int64)
-    if not len(tokens) or count < 1:
-        raise ValueError(
-            f"cannot gather {len(tokens)} documents into {count} buckets: give at least one of each"
-        )
     values, occurrences = _thin(*np.unique(tokens, return_counts=True))
     n = len(values)
     running_count, total = (

@@ -29,10 +29,7 @@ def block_sizes(context: int, data: int) -> tuple[int, ...]:
     context 2, data 3: (1, 2, 6). context 4, data 2: (1, 2, 4, 8). context 3, data 2: (1, 3, 6). Where there would be
     more than MOST_GROUPS above 1, the largest are left out, which hold no more tokens than the context-parallel ones;
     context 8, data 512: 1 2 4 8 16 32 64 128 4096.
-    Raises ValueError for sizes below 1.
     """
-    if context < 1 or data < 1:
-        raise ValueError(f"context- and data-parallel sizes must be at least 1, got {context} and {data}")
     sizes = [1]
     for factor in (*_primes(context), *_primes(data)):
         sizes.append(sizes[-1] * factor)

@@ -53,16 +53,11 @@ def read_spread(text: str) -> int | None:
 def make_packer(job: PackingJob) -> Packer:
     """The packer that `job.config.packing` names. Raises ValueError on settings that cannot work."""
     config, entry = job.config, packer_entry(job.config.packing)
-    for name in ("window", "micro_batches", "dp", "pp", "vpp"):
-        if getattr(job, name) < 1:
-            raise WlbError(f"{name} must be at least 1, got {getattr(job, name)}")
-    if job.alignment < 1 or job.window % job.alignment:
+    if job.window % job.alignment:
         raise WlbError(
             f"window of {job.window} tokens is not a multiple of {job.alignment}, to which micro-batches are padded: "
             "choose --seq-length as a multiple of context-parallel x tensor-parallel size"
         )
-    if config.max_documents < 1:
-        raise WlbError(f"max_documents must be at least 1, got {config.max_documents}")
     per_window = read_per_window(config.micro_batches_per_window)
     if job.sample:
         per_window_limit = most_per_window(job.ranks.law(job.cost), 1 if entry.fixed_windows else per_window)
@@ -97,8 +92,6 @@ def make_varlen(job: PackingJob) -> Packer:
     """The packer of micro-batches of variable length: with documents in chunks, or whole."""
     config, window, alignment, ranks, say = job.config, job.window, job.alignment, job.ranks, job.say
     max_delay = MAX_DELAY if config.max_delay is None else config.max_delay
-    if max_delay < 0:
-        raise WlbError(f"--wlb-max-delay must not be negative, got {max_delay}")
     per_window = per_window_of(config)
     thresholds_set = read_thresholds(config.thresholds)
     limits = Limits(

@@ -58,8 +58,6 @@ class Planner:
         """global_tokens: tokens of a global batch of packer.bins micro-batches, bins x window. schedule: given if
         global batches grow; packer.bins is the largest.
         """
-        if global_tokens < 1:
-            raise WlbError(f"a global batch must hold at least one token, got {global_tokens}")
         self.stream = stream
         self.packer = packer
         self.global_tokens = global_tokens

@@ -38,8 +38,6 @@ def shard_all(
     links: documents in chunks (chunks.links_of). If given, the micro-batches are all those of one data-parallel
     rank's iteration, in order.
     """
-    if kind not in SHARDINGS:
-        raise ValueError(f"unknown sharding {kind!r}; choose one of {', '.join(SHARDINGS)}")
     prefixes, rests = around(micro_batches, links) if links else (None, [])
     pieces = PieceList.of(micro_batches, prefixes)
     choices = _choices(pieces, cp_size, kind, table or h100())

@@ -34,14 +34,9 @@ class PieceList:
 
     @staticmethod
     def of(micro_batches: Sequence[npt.ArrayLike], prefixes: Sequence[IntArray] | None = None) -> PieceList:
-        """The list, from the lengths of each micro-batch's pieces and their prefixes (default none), in tokens.
-
-        Raises ValueError on a negative length.
-        """
+        """The list, from the lengths of each micro-batch's pieces and their prefixes (default none), in tokens."""
         arrays = [np.asarray(lengths, dtype=np.int64) for lengths in micro_batches]
         lengths = np.concatenate(arrays) if arrays else np.empty(0, dtype=np.int64)
-        if len(lengths) and lengths.min() < 0:
-            raise ValueError(f"a piece has {int(lengths.min())} tokens; lengths must not be negative")
         counts = np.array([len(array) for array in arrays], dtype=np.int64)
         first = np.concatenate(([0], np.cumsum(counts))).astype(np.int64)
         before = np.concatenate(prefixes) if prefixes else np.zeros_like(lengths)

@@ -10,7 +10,6 @@ import heapq
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.packer import Batch, Packed, Packer, PackingJob, check_settings
 from wlb_megatron.packing.saved_pieces import Waiting, decode, decode_windows, encode, encode_windows
 from wlb_megatron.packing.varlen.arrange import assign_ranks, in_given_order
@@ -138,8 +137,6 @@ class FixedGreedyPacker(WindowPacker):
 
     def __init__(self, job: PackingJob) -> None:
         super().__init__(job)
-        if job.config.balance_batches < 1:
-            raise WlbError(f"balance_batches must be at least 1, got {job.config.balance_batches}")
         self.intake_batches = job.config.balance_batches
         self._remainder: list[Waiting] = []
         self._planned: list[list[Waiting]] = []  # windows of the coming iterations, in order
