@@ -57,10 +57,6 @@ class Corpus:
             raise WlbError(
                 f"{self.name}: lengths must be a list of integers, got {lengths.dtype}{lengths.shape}"
             )
-        if not 0 < self.weight < float("inf"):
-            raise WlbError(
-                f"{self.name}: weight must be positive, got {self.weight}; leave the corpus out for 0"
-            )
         if len(lengths) and lengths.min() < 0:
             document = int((lengths < 0).argmax())
             raise WlbError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -46,12 +46,9 @@ class DocumentStream:
     """
 
     def __init__(self, corpora: Sequence[Corpus], rules: Rules) -> None:
-        """WlbError if there is no corpus, one has no token to give, or their ids overlap."""
+        """WlbError if there is no corpus, or one has no token to give. Their ids must not overlap."""
         if not corpora:
             raise WlbError("no corpus to draw documents from; give at least one")
-        ends = [corpus.first_id + len(corpus.lengths) for corpus in corpora]
-        if any(next_corpus.first_id < end for end, next_corpus in zip(ends, corpora[1:], strict=False)):
-            raise WlbError("ids of two corpora overlap; let each first_id follow the corpus before it")
         self.rules = rules
         self.fingerprint = _fingerprint(corpora, rules)
         self.names = [corpus.name for corpus in corpora]
@@ -96,10 +93,6 @@ class DocumentStream:
         coming = [piece.end - piece.start for _ in range(max_pieces) if (piece := self.next()) is not None]
         self.load_state(before)
         return coming
-
-    def counts(self) -> StreamCounts:
-        """Counts up to the last piece taken."""
-        return counts(self.state())
 
     def state(self) -> dict[str, Any]:
         """JSON-able: after `load_state` of it, `next` gives what it would have given here."""
@@ -276,30 +269,6 @@ def _differences(saved: Mapping[str, Any], now: Mapping[str, Any], names: Sequen
     return changed
 
 
-@dataclass(frozen=True, slots=True)
-class StreamCounts:
-    """What was given out and what was left out, over all corpora and epochs so far.
-
-    tokens: given out. empty: documents without a token. overlong: documents longer than rules.window. lost_tokens:
-    tokens of truncated or dropped documents.
-    """
-
-    tokens: int
-    empty: int
-    overlong: int
-    lost_tokens: int
-
-
-def counts(state: Mapping[str, Any]) -> StreamCounts:
-    """Counts from a `DocumentStream.state()`, up to the piece after which it was taken."""
-    return StreamCounts(
-        *(
-            sum(corpus[name] for corpus in state["corpora"])
-            for name in ("tokens", "empty", "overlong", "lost_tokens")
-        )
-    )
-
-
 def epochs(state: Mapping[str, Any]) -> list[float]:
     """Passes through each corpus: 1.25 is one whole pass, then a quarter of its documents again."""
     sizes = [corpus["documents"] for corpus in state["fingerprint"]["corpora"]]
@@ -322,13 +291,13 @@ def distinguish(names: Sequence[str]) -> list[str]:
 def figures_of_passes(state: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """For a log: epochs by corpus, the most of them, documents above the length at which they are split (truncated,
     dropped), and what was left out, so far."""
-    passed, totals = epochs(state), counts(state)
+    passed = epochs(state)
     return {
         "epochs": {name: round(epochs_done, 4) for name, epochs_done in zip(names, passed, strict=True)},
         "most_epochs": max(passed),
-        "overlong_documents": totals.overlong,
-        "lost_tokens": totals.lost_tokens,
-        "empty_documents": totals.empty,
+        "overlong_documents": sum(corpus["overlong"] for corpus in state["corpora"]),
+        "lost_tokens": sum(corpus["lost_tokens"] for corpus in state["corpora"]),
+        "empty_documents": sum(corpus["empty"] for corpus in state["corpora"]),
     }
 
 

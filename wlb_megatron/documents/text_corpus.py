@@ -34,11 +34,6 @@ def text_files(folder: Path, pattern: str) -> list[Path]:
     ]
 
 
-def at_most(files: list[Path], max_tokens: int) -> list[Path]:
-    """Those of at most `max_tokens` tokens, end-of-document included."""
-    return [path for path in files if path.stat().st_size < max_tokens]
-
-
 def documents_of(files: list[Path]) -> Iterator[np.ndarray]:
     """Each file's bytes with the end-of-document token, uint16."""
     for path in files:
@@ -100,7 +95,8 @@ def run_corpus(args: argparse.Namespace) -> None:
     """Writes the pair and prints what it holds. WlbError if there is no text, or no room."""
     files = text_files(args.files, args.glob)
     if args.longest is not None:
-        files = at_most(files, args.longest)
+        # A token more each: end-of-document.
+        files = [path for path in files if path.stat().st_size < args.longest]
     if not files:
         raise WlbError(f"no such {args.glob} under {args.files}: give --files, --glob, --longest")
     documents = documents_of(files)

@@ -15,14 +15,10 @@ class Buckets:
     """Documents by length, each counted as the mean of its bucket, rounded up: their tokens are right in sum.
 
     tokens: int64[k], ascending. members: indices of the documents of each bucket, longest first.
-    error: tokens counted too many, as a share of all. limit_error: the same if each were counted as the longest of
-    its bucket, which is FlexSP's measure and what the bounds of the buckets make least.
     """
 
     tokens: IntArray
     members: tuple[tuple[int, ...], ...]
-    error: float
-    limit_error: float
 
 
 def bucket(lengths: npt.ArrayLike, count: int = 16) -> Buckets:
@@ -67,13 +63,7 @@ def bucket(lengths: npt.ArrayLike, count: int = 16) -> Buckets:
     mean_tokens = np.array(
         [-(-int(tokens[list(bucket_members)].sum()) // len(bucket_members)) for bucket_members in members]
     )
-    longest_tokens = np.array([tokens[bucket_members[0]] for bucket_members in members])
-    everything = max(int(tokens.sum()), 1)
-    return Buckets(
-        mean_tokens,
-        members,
-        *(float((row[where] - tokens).sum() / everything) for row in (mean_tokens, longest_tokens)),
-    )
+    return Buckets(mean_tokens, members)
 
 
 _FINE = 512

@@ -1,4 +1,4 @@
-"""Prints tables on a terminal, with rich if it is installed, else in plain columns; writes them as CSV files."""
+"""Prints tables in plain columns, and writes them as CSV files."""
 
 from __future__ import annotations
 
@@ -13,35 +13,10 @@ from wlb_megatron.whole_files import write_whole
 
 
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Text to the left, numbers to the right. Written to a file or a pipe, it is plain and as wide as it needs."""
+    """Text to the left, numbers to the right, in columns as wide as they need."""
     cells = [[str(cell) for cell in row] for row in rows]
     right_aligned = [all(_is_number(row[column]) for row in cells) for column in range(len(header))]
-    try:
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError:
-        print(_plain(title, header, cells, right_aligned))
-        return
-    console = Console(markup=False, highlight=False)
-    if not console.is_terminal:
-        print(_plain(title, header, cells, right_aligned))
-        return
-    table = Table(title=title, title_justify="left")
-    for name, number in zip(header, right_aligned, strict=True):
-        table.add_column(name, justify="right" if number else "left")
-    for row in cells:
-        table.add_row(*row)
-    console.print(table)
-
-
-def _is_number(text: str) -> bool:
-    return re.fullmatch(r"[-+\d., %x]*", text) is not None
-
-
-def _plain(
-    title: str, header: Sequence[str], cells: Sequence[Sequence[str]], right_aligned: Sequence[bool]
-) -> str:
-    lines = [list(header), *map(list, cells)]
+    lines = [list(header), *cells]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     aligned_lines = [
         "  ".join(
@@ -50,7 +25,11 @@ def _plain(
         ).rstrip()
         for line in lines
     ]
-    return "\n".join([title, aligned_lines[0], "-" * max(map(len, aligned_lines)), *aligned_lines[1:], ""])
+    print("\n".join([title, aligned_lines[0], "-" * max(map(len, aligned_lines)), *aligned_lines[1:], ""]))
+
+
+def _is_number(text: str) -> bool:
+    return re.fullmatch(r"[-+\d., %x]*", text) is not None
 
 
 def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
