@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 from hypothesis import strategies as st
-from plan_checks import validate
+from plan_checks import merge_touching, validate
 
 from wlb_megatron.attention import kv_exchange
 from wlb_megatron.attention.device_layout import device_layout
@@ -16,7 +16,7 @@ from wlb_megatron.attention.kernels.torch_backend import TorchKernels
 from wlb_megatron.attention.sharded_attention import sharded_attention
 from wlb_megatron.sharding.alignment import padding
 from wlb_megatron.sharding.calls.attention_calls import attention_layout
-from wlb_megatron.sharding.segments import ShardPlan, merge_touching
+from wlb_megatron.sharding.segments import ShardPlan
 
 torch.set_num_threads(1)
 SCALE = 0.37

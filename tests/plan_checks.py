@@ -6,7 +6,27 @@ import numpy as np
 import numpy.typing as npt
 
 from wlb_megatron.dynamic.plan import Stage, StepPlan
-from wlb_megatron.sharding.segments import IntArray, ShardPlan, merge_touching
+from wlb_megatron.sharding.segments import IntArray, ShardPlan
+
+
+def merge_touching(rows: IntArray) -> IntArray:
+    """Rows in the given order; a row that continues or precedes an earlier row of its piece is merged into it.
+
+    Example: [(0, 0, 2), (1, 0, 1), (0, 2, 4)] becomes [(0, 0, 4), (1, 0, 1)]. Empty rows are dropped.
+    """
+    rows = rows[rows[:, 1] < rows[:, 2]]
+    if len(rows) < 2:
+        return rows
+    # Sorted by (piece, start), a row opens a group unless it begins where the row before it ends;
+    # the group takes the place of its earliest row.
+    order = np.lexsort((rows[:, 1], rows[:, 0]))
+    ordered = rows[order]
+    opens = np.ones(len(rows), dtype=bool)
+    opens[1:] = (ordered[1:, 0] != ordered[:-1, 0]) | (ordered[1:, 1] != ordered[:-1, 2])
+    heads = np.flatnonzero(opens)
+    tails = np.append(heads[1:], len(rows)) - 1
+    merged_rows = np.column_stack((ordered[heads, 0], ordered[heads, 1], ordered[tails, 2]))
+    return merged_rows[np.argsort(np.minimum.reduceat(order, heads))]
 
 
 def validate(plan: ShardPlan) -> None:

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_checks import validate
+from plan_checks import merge_touching, validate
 from sharding_oracle import cp_and_lengths
 
 from wlb_megatron.registry import SHARDINGS
 from wlb_megatron.sharding.calls.attention_calls import attention_layout
-from wlb_megatron.sharding.segments import ShardPlan, merge_touching
+from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.sharding.select import shard
 
 

@@ -6,12 +6,12 @@ import sys
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from plan_checks import validate
+from plan_checks import merge_touching, validate
 from sharding_oracle import cp_and_lengths, holders, seen_by_rank, slot_rule
 
 from wlb_megatron.plan import MicroBatch, Piece
 from wlb_megatron.sharding.alignment import multiple, padded_lengths, padding, slot_bounds
-from wlb_megatron.sharding.segments import ShardPlan, merge_touching
+from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.sharding.select import shard, shard_all
 
 SLOTTED = ("per-sequence", "per-document")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Callable
+from contextlib import suppress
+from typing import TypeVar
 
 from wlb_megatron.errors import WlbError
+
+Number = TypeVar("Number", int, float)
 
 TOKENS = 1 << 30
 """The most tokens of a window or micro-batch: its square, the work of attention, must fit a 64-bit integer."""
@@ -20,35 +23,23 @@ LARGEST = 1e30
 
 def whole(low: int, high: int = COUNT) -> Callable[[str], int]:
     """An argparse type: a whole number from `low` to `high`."""
-
-    def read(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = low - 1
-        _check(text, "a whole number", value, low, high)
-        return value
-
-    return read
+    return _within(int, "a whole number", low, high)
 
 
 def real(low: float, high: float = LARGEST) -> Callable[[str], float]:
     """An argparse type: a number from `low` to `high`, never NaN."""
+    return _within(float, "a number", low, high)
 
-    def read(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        _check(text, "a number", value, low, high)
-        return value
+
+def _within(number: Callable[[str], Number], kind: str, low: float, high: float) -> Callable[[str], Number]:
+    def read(text: str) -> Number:
+        with suppress(ValueError):
+            value = number(text)
+            if low <= value <= high:
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r} is not {kind} from {low} to {high}")
 
     return read
-
-
-def _check(text: str, kind: str, value: float, low: float, high: float) -> None:
-    if not low <= value <= high:
-        raise argparse.ArgumentTypeError(f"{text!r} is not {kind} from {low} to {high}")
 
 
 def check_heads(heads: int, groups: int | None, *, hidden: int | None = None, tp: int = 1) -> None:

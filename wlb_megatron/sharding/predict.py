@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from wlb_megatron.sharding.segments import IntArray, ShardPlan
 from wlb_megatron.workload.kernel_table import KernelTable
@@ -36,52 +37,52 @@ def predict_all(plans: Sequence[ShardPlan], table: KernelTable) -> IntArray:
 
 def in_two_calls(plans: Sequence[ShardPlan], table: KernelTable) -> IntArray:
     """As predict_all, as if no plan used one call."""
-    cp_size = plans[0].cp_size
-    counts = [len(rows) for plan in plans for rows in plan.ranks]
-    rows = np.concatenate([rows for plan in plans for rows in plan.ranks])
-    rank = np.repeat(np.arange(len(counts)), counts)
-    # Sorted so that a rank's segments of one piece are adjacent, in the piece's order.
-    order = np.lexsort((rows[:, 1], rows[:, 0], rank))
-    rank, piece, start = rank[order], rows[order, 0], rows[order, 1]
-    size = rows[order, 2] - start
-    opens = np.ones(len(rows), dtype=bool)
-    opens[1:] = (rank[1:] != rank[:-1]) | (piece[1:] != piece[:-1])
-
-    diagonal = _per_rank(rank, table.diagonal_ns(size), len(counts)) + table.call
-    longest_segment = np.zeros(len(counts))
+    rank, piece, start, end, opens = _segments(plans)
+    size, ranks = end - start, sum(plan.cp_size for plan in plans)
+    diagonal = _per_rank(rank, table.diagonal_ns(size), ranks) + table.call
+    longest_segment = np.zeros(ranks)
     np.maximum.at(longest_segment, rank, size)
     diagonal = np.maximum(diagonal, table.call + table.tile_key * longest_segment)
     cached = _cached(plans, rank, piece)
-    exchange = _exchange(rank, start, size, opens, cached, len(counts), table)
+    exchange = _exchange(rank, start, size, opens, cached, ranks, table)
     exposed = np.maximum(exchange - diagonal, 0.0)
-    total = diagonal + exposed + _rectangles(rank, start, size, opens, len(counts), table)
-    return np.rint(total).astype(np.int64).reshape(len(plans), cp_size)
+    total = diagonal + exposed + _rectangles(rank, start, size, opens, ranks, table)
+    return np.rint(total).astype(np.int64).reshape(len(plans), -1)
 
 
 def in_one_call(plans: Sequence[ShardPlan], table: KernelTable) -> IntArray:
     """As predict_all, as if one bottom-right call computed each rank's segments, with all of the exchange exposed."""
+    rank, piece, start, end, opens = _segments(plans)
+    # A segment attends to keys [0, end). The rank holds this segment and the piece's earlier ones: (0, 0, 2) (0, 6, 8)
+    # attend to 2 and 8 keys, and hold 2 and 4.
+    held_keys = np.cumsum(end - start)
+    firsts = np.flatnonzero(opens)
+    before = held_keys[firsts] - (end - start)[firsts]
+    held_keys -= np.repeat(before, np.diff(np.append(firsts, len(rank)))) - _cached(plans, rank, piece)
+    ranks = sum(plan.cp_size for plan in plans)
+    remote, keys, kernel_ns = (
+        _per_rank(rank, values, ranks)
+        for values in (end - held_keys, end, table.bottom_right_ns(end - start, end))
+    )
+    kernel_ns += table.moved_key * keys
+    exchange = np.where(remote > 0, table.exchange + table.exchange_row * remote, 0.0)
+    call_ns = table.call + ONE_CALL * table.second_call
+    return np.rint(call_ns + kernel_ns + exchange).astype(np.int64).reshape(len(plans), -1)
+
+
+def _segments(
+    plans: Sequence[ShardPlan],
+) -> tuple[IntArray, IntArray, IntArray, IntArray, npt.NDArray[np.bool_]]:
+    """Of each segment int64[n] rank (counted through all plans), piece, start and end, and whether it is its rank's
+    first of the piece. A rank's segments of one piece are adjacent, in the piece's order."""
     counts = [len(rows) for plan in plans for rows in plan.ranks]
     rows = np.concatenate([rows for plan in plans for rows in plan.ranks])
     rank = np.repeat(np.arange(len(counts)), counts)
     order = np.lexsort((rows[:, 1], rows[:, 0], rank))
     rank, piece, start, end = rank[order], *rows[order].T
-    # A segment attends to keys [0, end). The rank holds this segment and the piece's earlier ones: (0, 0, 2) (0, 6, 8)
-    # attend to 2 and 8 keys, and hold 2 and 4.
-    held_keys = np.cumsum(end - start)
     opens = np.ones(len(rank), dtype=bool)
     opens[1:] = (rank[1:] != rank[:-1]) | (piece[1:] != piece[:-1])
-    firsts = np.flatnonzero(opens)
-    before = held_keys[firsts] - (end - start)[firsts]
-    held_keys -= np.repeat(before, np.diff(np.append(firsts, len(rank)))) - _cached(plans, rank, piece)
-
-    def per_rank(values: IntArray) -> np.ndarray:
-        return np.bincount(rank, weights=values, minlength=len(counts))
-
-    remote = per_rank(end - held_keys)
-    kernel_ns = per_rank(table.bottom_right_ns(end - start, end)) + table.moved_key * per_rank(end)
-    exchange = np.where(remote > 0, table.exchange + table.exchange_row * remote, 0.0)
-    call_ns = table.call + ONE_CALL * table.second_call
-    return np.rint(call_ns + kernel_ns + exchange).astype(np.int64).reshape(len(plans), -1)
+    return rank, piece, start, end, opens
 
 
 def _rectangles(

@@ -47,7 +47,8 @@ class ShardPlan:
 
     * lengths: int64[n], tokens of each piece in packed order, the padding piece (if any) last, without prefixes.
     * ranks: one int64[k, 3] per CP rank, rows (piece index, start, end), in the order in which the rank holds its
-      tokens. No two rows of a rank touch (see `merge_touching`).
+      tokens. No two rows of a rank touch: [0, 2) and [2, 4) of a piece are
+      one row.
     * one_call: one kernel call computes all segments of a rank (cut.in_fewest_calls), instead of two.
     * kind: the sharding, if it was chosen for this micro-batch; only for reports.
     * chunks: None if it shares no document with another micro-batch.
@@ -136,26 +137,6 @@ class ShardPlan:
         """int64[k]: the index of the keys of rows (piece index, start, end, ..) if all keys are laid end to end."""
         starts = self.key_starts[rows[:, 0]]
         return _ranges(starts + rows[:, 1], starts + rows[:, 2])
-
-
-def merge_touching(rows: IntArray) -> IntArray:
-    """Rows in the given order; a row that continues or precedes an earlier row of its piece is merged into it.
-
-    Example: [(0, 0, 2), (1, 0, 1), (0, 2, 4)] becomes [(0, 0, 4), (1, 0, 1)]. Empty rows are dropped.
-    """
-    rows = rows[rows[:, 1] < rows[:, 2]]
-    if len(rows) < 2:
-        return rows
-    # Sorted by (piece, start), a row opens a group unless it begins where the row before it ends;
-    # the group takes the place of its earliest row.
-    order = np.lexsort((rows[:, 1], rows[:, 0]))
-    ordered = rows[order]
-    opens = np.ones(len(rows), dtype=bool)
-    opens[1:] = (ordered[1:, 0] != ordered[:-1, 0]) | (ordered[1:, 1] != ordered[:-1, 2])
-    heads = np.flatnonzero(opens)
-    tails = np.append(heads[1:], len(rows)) - 1
-    merged_rows = np.column_stack((ordered[heads, 0], ordered[heads, 1], ordered[tails, 2]))
-    return merged_rows[np.argsort(np.minimum.reduceat(order, heads))]
 
 
 def _ranges(starts: IntArray, ends: IntArray) -> IntArray:

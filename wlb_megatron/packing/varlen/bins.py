@@ -7,11 +7,8 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from wlb_megatron.packing.varlen.outlier_queues import Item
-
-IntArray = npt.NDArray[np.int64]
 
 UNBOUNDED = 1 << 62
 
