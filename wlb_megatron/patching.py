@@ -7,7 +7,6 @@ line of context, the line that its own follow, so that it fits whatever a fork h
 from __future__ import annotations
 
 import argparse
-import ast
 import os
 import re
 import shlex
@@ -78,24 +77,17 @@ def run_patch(args: argparse.Namespace) -> None:
 def checkout_version(checkout: Path) -> str:
     """megatron-core's version in a checkout, read from its source without running it. WlbError if there is none."""
     try:
-        tree = ast.parse((checkout / VERSION_FILE).read_text(encoding="utf-8"))
-    except (OSError, SyntaxError, UnicodeDecodeError) as error:
+        text = (checkout / VERSION_FILE).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
         raise WlbError(
             f"{checkout} is no Megatron-LM checkout, {VERSION_FILE} cannot be read ({error}); give its root folder"
         ) from None
-    numbers = {
-        target.id: statement.value.value
-        for statement in tree.body
-        if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Constant)
-        for target in statement.targets
-        if isinstance(target, ast.Name)
-    }
-    try:
-        return ".".join(str(int(str(numbers[name]))) for name in ("MAJOR", "MINOR", "PATCH"))
-    except (KeyError, TypeError, ValueError):
+    numbers = dict(re.findall(r"^(MAJOR|MINOR|PATCH) *= *(\d+)", text, re.MULTILINE))
+    if len(numbers) < 3:
         raise WlbError(
             f"{checkout / VERSION_FILE} names no MAJOR, MINOR and PATCH; give a Megatron-LM checkout"
-        ) from None
+        )
+    return ".".join(str(int(numbers[name])) for name in ("MAJOR", "MINOR", "PATCH"))
 
 
 def patches_of(version: str) -> list[Path]:

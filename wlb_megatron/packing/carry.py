@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from wlb_megatron.documents.corpus import VERSION
 from wlb_megatron.documents.piece_order import WHOLE
@@ -40,8 +40,7 @@ class Carried:
     gone: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Move:
+class _Move(NamedTuple):
     """Documents [first, end) of a saved corpus now have ids this much higher."""
 
     first: int
@@ -115,7 +114,8 @@ def _places(
             continue
         number = matches[0]
         unmatched.remove(number)
-        moves.append(_moved(before[number], corpus))
+        first = before[number]["first_id"]
+        moves.append(_Move(first, first + before[number]["documents"], corpus["first_id"] - first))
         place = {**saved["corpora"][number], "tokens": 0, "position": positions[number]}
         in_order = rules["seed"] == now["seed"]
         cut_alike = saved["version"] == VERSION and all(
@@ -140,11 +140,6 @@ def _with_another_window(place: Mapping[str, Any], saved: Mapping[str, Any]) -> 
         *([(end, rules["window"] if spreads else WHOLE)] if end else ()),
     ]
     return {**place, "cursor": end, "resume": 0, "earlier": earlier_windows}
-
-
-def _moved(before: Mapping[str, Any], now: Mapping[str, Any]) -> _Move:
-    first = before["first_id"]
-    return _Move(first, first + before["documents"], now["first_id"] - first)
 
 
 def _cut(piece: Piece, window: int) -> Sequence[Piece]:

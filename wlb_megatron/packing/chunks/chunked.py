@@ -45,18 +45,8 @@ class Filled(NamedTuple):
         return MicroBatch(tuple(map(_PIECE, self.items)), self.work)
 
 
-class Unit(NamedTuple):
-    """Micro-batches that stay adjacent, in order: a group, or a single one."""
-
-    micro_batches: tuple[Filled, ...]
-
-    @property
-    def size(self) -> int:
-        return len(self.micro_batches)
-
-    @property
-    def mean_work(self) -> int:
-        return sum(micro_batch.work for micro_batch in self.micro_batches) // len(self.micro_batches)
+Unit = tuple[Filled, ...]
+"""Micro-batches that stay adjacent, in order: a group, or a single one."""
 
 
 def spread_over_ranks(items: Sequence[Item], dp: int) -> list[list[Item]]:
@@ -104,8 +94,8 @@ def fill(
         first_bin += number
     left_out = bins.add_all(compress(items, (chunks == 1).tolist()) if split else items)
     micro_batches = list(map(Filled, bins.contents(), bins.work, bins.tokens))
-    units = [Unit(tuple(micro_batches[place] for place in group)) for group in groups]
-    return units + [Unit((micro_batch,)) for micro_batch in micro_batches[first_bin:]], left_out
+    units = [tuple(micro_batches[place] for place in group) for group in groups]
+    return units + [(micro_batch,) for micro_batch in micro_batches[first_bin:]], left_out
 
 
 def enough_for(tokens: IntArray, chunks: IntArray, capacity: int, most_documents: int) -> int:
@@ -200,8 +190,7 @@ def cut(item: Item, number: int, cost: CostModel, capacity: int = 1 << 62) -> li
 
 def in_order(units: Sequence[Unit]) -> tuple[list[Filled], tuple[int, ...]]:
     """Micro-batches with the least work first and last and groups adjacent, and the sizes of the groups."""
-    rising = sorted(range(len(units)), key=lambda i: (units[i].mean_work, i))
+    mean_works = [sum(micro_batch.work for micro_batch in unit) // len(unit) for unit in units]
+    rising = sorted(range(len(units)), key=lambda i: (mean_works[i], i))
     order = [units[i] for i in rising[::2] + rising[1::2][::-1]]
-    return [micro_batch for unit in order for micro_batch in unit.micro_batches], tuple(
-        unit.size for unit in order
-    )
+    return [micro_batch for unit in order for micro_batch in unit], tuple(map(len, order))

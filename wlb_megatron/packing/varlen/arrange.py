@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from operator import itemgetter
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -31,12 +31,7 @@ def in_given_order(bins: Sequence[MicroBatch], dp: int) -> Grid:
     return tuple(tuple(bins[begin : begin + dp]) for begin in range(0, len(bins), dp))
 
 
-class HasWork(Protocol):
-    @property
-    def work(self) -> int: ...
-
-
-Bin = TypeVar("Bin", bound=HasWork)
+Bin = TypeVar("Bin", Filled, MicroBatch)
 
 
 def assign_ranks(bins: Sequence[Bin], ranks: Ranks) -> tuple[tuple[Bin, ...], ...]:
@@ -170,7 +165,11 @@ def arrange(
         # Only totals matter so far, not what each bin holds.
         grid = assign_ranks([Filled([], *size) for size in zip(bins.work, bins.tokens, strict=True)], ranks)
         excess = max(0, most_held(grid, law) - token_limit)
-        price = sum(item.work for item in left_out), excess, law.step(*_works_and_tokens(grid))
+        works, tokens = (
+            [[getattr(bin_, name) for bin_ in column] for column in zip(*grid, strict=True)]
+            for name in ("work", "tokens")
+        )
+        price = sum(item.work for item in left_out), excess, law.step(works, None, tokens)
         if best_try is None or price < best_try[0]:
             best_try = price, bins, left_out
     assert best_try is not None
@@ -199,15 +198,3 @@ def most_held(grid: Sequence[Sequence[Filled | MicroBatch]], law: StepLaw) -> in
             *(sum(tokens[begin : begin + at_once]) for begin in range(max(1, len(tokens) - at_once + 1))),
         )
     return peak
-
-
-def _works_and_tokens(
-    grid: Sequence[Sequence[Filled]],
-) -> tuple[list[list[int]], None, list[list[int]]]:
-    """Of each rank's micro-batches; between them the groups, of which whole documents have none."""
-    columns = list(zip(*grid, strict=True))
-    return (
-        [[bin_.work for bin_ in column] for column in columns],
-        None,
-        [[bin_.tokens for bin_ in column] for column in columns],
-    )
