@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from wlb_megatron.config import WlbConfig
-from wlb_megatron.pipeline.orders import documents_in_chunks
 from wlb_megatron.documents.stream import describe_passes, figures_of_passes
+from wlb_megatron.pipeline.orders import documents_in_chunks
 from wlb_megatron.plan import IterationPlan
 from wlb_megatron.plugin.job_state import part
 from wlb_megatron.plugin.logs import stragglers
