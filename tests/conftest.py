@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,6 +38,57 @@ def quick_thresholds(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(analyze_command, "SEARCH", "none")
     monkeypatch.setattr(thresholds, "ITERATIONS", 16)
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Callable[[str], tuple[int, str, str]]:
+    """Runs a line of `wlb-megatron` in this process: its exit code, stdout and stderr."""
+    from wlb_megatron import cli
+
+    def run(line: str) -> tuple[int, str, str]:
+        code = cli.main(shlex.split(line))
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+@pytest.fixture
+def printed(command: Callable[[str], tuple[int, str, str]]) -> Callable[[str], str]:
+    """Runs a line that works and has nothing to say on stderr: its stdout."""
+
+    def run(line: str) -> str:
+        code, out, err = command(line)
+        assert (code, err) == (0, ""), err
+        return out
+
+    return run
+
+
+@pytest.fixture
+def reported(command: Callable[[str], tuple[int, str, str]]) -> Callable[[str], Any]:
+    """Runs a line that works: its JSON, with which nothing else is on stdout."""
+
+    def run(line: str) -> Any:
+        name, flags = line.split(maxsplit=1)
+        code, out, err = command(f"{name} --json - {flags}")
+        assert code == 0, err
+        return json.loads(out)
+
+    return run
+
+
+@pytest.fixture
+def refused(command: Callable[[str], tuple[int, str, str]]) -> Callable[[str], str]:
+    """Runs a line that is refused with exit code 2 and one line on stderr alone: that line."""
+
+    def run(line: str) -> str:
+        code, out, err = command(line)
+        assert (code, out, err.count("\n")) == (2, "", 1), err
+        assert err.startswith("wlb_megatron: error: ")
+        return err
+
+    return run
 
 
 @pytest.fixture(scope="module")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from test_cli import call
 
 from wlb_megatron.analyze.analyze_command import add_analyze
 from wlb_megatron.cli import _Parser, main
@@ -22,233 +21,152 @@ pytestmark = pytest.mark.usefixtures("quick_thresholds")
 LENGTHS = "--lengths 300,40,9,64,17,128,33,50,20,8 --window 128"
 LAYOUT = "--micro-batches 4 --dp 2 --cp 2 --tp 2 --pp 2 --iterations 3 --warm-up 1 --thresholds 64"
 WHERE_ALL_COUNTS = "--model 550M --node 1 --dp-exposed 0.5 --gradient-bytes 400"
+ONE_NODE = "--model 550M --host-launch 0 --chunks off"
 NO_HOST = f"{WHERE_ALL_COUNTS} --host-launch 0 --chunks off"
 WHOLE = f"{NO_HOST} --micro-batch-cost 0 --quadratic-at 8"
 LONG = "--window 131072 --lengths 300000,40000,9000,64000,17000,128000,33000,50000,20000,8000"
 CHUNKS = f"{NO_HOST} --chunks auto --pp 4 --dp 1 --vocab-size 512 {LONG}"
 WAITING = f"{WHOLE} --pp 1 --dp 1 --iterations 8 --lengths 128,20,30,40,9,8,120,17,20,6,30,12,5,22,31"
-SHAPE = "--hidden-size 256 --num-attention-heads 4"
-EXPERTS = f"{NO_HOST} --num-experts 4 --chunks on"
+SHAPE = "--hidden-size 256 --num-attention-heads 4 --host-launch 0 --chunks off"
+EXPERTS = f"{NO_HOST} --num-experts 4"
 FULL = f"{NO_HOST} --recompute full --vocab-size 512 --window 16384 --lengths 300,40,9000,16384,1700,128,330"
 
 
-ANALYZE = {
-    # flag: (value, the flags beside it)
-    "lengths": ("300,40", NO_HOST),
-    "window": ("256", NO_HOST),
-    "micro-batches": ("2", NO_HOST),
-    "dp": ("1", NO_HOST),
-    "cp": ("4", NO_HOST),
-    "tp": ("4", NO_HOST),
-    "pp": ("4", NO_HOST),
-    "vpp": ("2", NO_HOST),
-    "packing": ("original", f"{NO_HOST} --thresholds auto"),
-    "sharding": ("per-sequence", NO_HOST),
-    "max-tokens": ("240", WAITING),
-    "micro-batches-per-window": ("2", WHOLE),
-    "micro-batch-cost": ("5000", WHOLE),
-    "chunks": ("on", NO_HOST),
-    "max-delay": ("0", WAITING),
-    "thresholds": ("none", WAITING),
-    "batch-spread": ("1", WAITING),
-    "release": ("full", WHOLE),
-    "balance-batches": ("3", f"{NO_HOST} --packing fixed-greedy --thresholds auto"),
-    "quadratic-at": ("16", WHOLE),
-    "document-cost": ("500", WHOLE),
-    "max-documents": ("3", WHOLE),
-    "overlong": ("drop", NO_HOST),
-    "regather-keys": ("", NO_HOST),
-    "recompute": ("selective", NO_HOST),
-    "recompute-method": ("block", f"{FULL} --wlb-recompute off"),
-    "recompute-num-layers": ("8", f"{FULL} --wlb-recompute off --recompute-method block"),
-    "wlb-recompute": ("off", FULL),
-    "memory-margin": ("0.15", f"{FULL} --gpu-memory 2.5"),
-    "iterations": ("2", NO_HOST),
-    "warm-up": ("3", NO_HOST),
-    "seed": ("7", NO_HOST),
-    "model": ("7B", NO_HOST),
-    "num-layers": ("8", NO_HOST),
-    "hybrid-layer-pattern": ("*-*-*-*-*-*-*-*-", NO_HOST),
-    "hidden-size": ("512", f"{SHAPE} --host-launch 0 --chunks off"),
-    "num-attention-heads": ("8", f"{SHAPE} --host-launch 0 --chunks off"),
-    "num-query-groups": ("2", f"{SHAPE} --host-launch 0 --chunks off"),
-    "kv-channels": ("128", f"{SHAPE} --host-launch 0 --chunks off"),
-    "ffn-hidden-size": ("512", f"{SHAPE} --host-launch 0 --chunks off"),
-    "swiglu": ("", f"{SHAPE} --host-launch 0 --chunks off"),
-    "vocab-size": ("512", NO_HOST),
-    "mtp-num-layers": ("1", f"{FULL} --gpu-memory 2.5"),
-    "fine-grained-activation-offloading": ("", f"{CHUNKS} --vpp 2"),
-    "cpu-offloading-num-layers": ("1", CHUNKS),
-    "num-experts": ("4", NO_HOST),
-    "moe-router-topk": ("3", f"{NO_HOST} --num-experts 4"),
-    "moe-ffn-hidden-size": ("64", f"{NO_HOST} --num-experts 4"),
-    "moe-router-load-balancing-type": ("global_aux_loss", EXPERTS),
-    "expert-model-parallel-size": ("2", EXPERTS),
-    "expert-tensor-parallel-size": ("4", EXPERTS),
-    "use-megatron-fsdp": ("", f"{NO_HOST} --chunks on"),
-    "use-torch-fsdp2": ("", f"{NO_HOST} --chunks on"),
-    "matmul-rate": ("1e12", NO_HOST),
-    "memory-rate": ("1e11", NO_HOST),
-    "weight-traffic": ("1e5", NO_HOST),
-    "logit-traffic": ("1e5", NO_HOST),
-    "nvlink-rate": ("1e6", "--model 550M --host-launch 0 --chunks off"),
-    "network-rate": ("1e6", NO_HOST),
-    "network-gbps": ("0.016", NO_HOST),
-    "node": ("2", NO_HOST),
-    "nvlink-latency": ("1", "--model 550M --host-launch 0 --chunks off"),
-    "network-latency": ("1", NO_HOST),
-    "activation-passes": ("99", NO_HOST),
-    "ffn-passes": ("99", NO_HOST),
-    "tp-exposed": ("0.5", NO_HOST),
-    "dp-exposed": ("1", NO_HOST),
-    "host-launch": ("2", f"{WHERE_ALL_COUNTS} --chunks off"),
-    "step-overhead": ("1", NO_HOST),
-    "gradient-bytes": ("4", NO_HOST),
-    "parameter-bytes": ("1000", NO_HOST),
-    "optimizer-bytes": ("99", NO_HOST),
-    "kernel-table": ("h200", NO_HOST),
-}
+def values(table: dict[str, str]) -> dict[str, tuple[str, str]]:
+    """By flag, the value that changes a result, and the flags beside it."""
+    return {
+        (words := part.split())[0]: (" ".join(words[1:]), beside)
+        for beside, flags in table.items()
+        for part in flags.split("--")[1:]
+    }
+
+
+ANALYZE = values(
+    {
+        # the flags beside: those that change a result there
+        NO_HOST: """--lengths 300,40 --window 256 --micro-batches 2 --dp 1 --cp 4 --tp 4 --pp 4 --vpp 2
+            --sharding per-sequence --chunks on --overlong drop --regather-keys --recompute selective
+            --iterations 2 --warm-up 3 --seed 7 --model 7B --num-layers 8 --vocab-size 512
+            --hybrid-layer-pattern *-*-*-*-*-*-*-*- --num-experts 4 --matmul-rate 1e12 --memory-rate 1e11
+            --weight-traffic 1e5 --logit-traffic 1e5 --network-rate 1e6 --network-gbps 0.016 --node 2
+            --network-latency 1 --activation-passes 99 --ffn-passes 99 --tp-exposed 0.5 --dp-exposed 1
+            --step-overhead 1 --gradient-bytes 4 --parameter-bytes 1000 --optimizer-bytes 99
+            --kernel-table h200""",
+        f"{NO_HOST} --thresholds auto": "--packing original",
+        f"{NO_HOST} --packing fixed-greedy --thresholds auto": "--balance-batches 3",
+        f"{NO_HOST} --chunks on": "--use-megatron-fsdp --use-torch-fsdp2",
+        WHOLE: """--micro-batches-per-window 2 --micro-batch-cost 5000 --release full --quadratic-at 16
+            --document-cost 500 --max-documents 3""",
+        WAITING: "--max-tokens 240 --max-delay 0 --thresholds none --batch-spread 1",
+        f"{FULL} --wlb-recompute off": "--recompute-method block",
+        f"{FULL} --wlb-recompute off --recompute-method block": "--recompute-num-layers 8",
+        FULL: "--wlb-recompute off",
+        f"{FULL} --gpu-memory 2.5": "--memory-margin 0.15 --mtp-num-layers 1",
+        SHAPE: """--hidden-size 512 --num-attention-heads 8 --num-query-groups 2 --kv-channels 128
+            --ffn-hidden-size 512 --swiglu""",
+        f"{CHUNKS} --vpp 2": "--fine-grained-activation-offloading",
+        CHUNKS: "--cpu-offloading-num-layers 1",
+        EXPERTS: "--moe-router-topk 3 --moe-ffn-hidden-size 64",
+        f"{EXPERTS} --chunks on": """--moe-router-load-balancing-type global_aux_loss
+            --expert-model-parallel-size 2 --expert-tensor-parallel-size 4""",
+        ONE_NODE: "--nvlink-rate 1e6 --nvlink-latency 1",
+        f"{WHERE_ALL_COUNTS} --chunks off": "--host-launch 2",
+    }
+)
 
 QUICK = "analyze --no-split --search none"
 
 ELSEWHERE = {
-    "analyze": {
-        "json": "is how all others are looked at",
-        "trace": "test_simulator_schemes.py",
-        "profile": "test_simulator_profile.py",
-        "gpu-memory": "test_job_flags.py",
-        "cp-mode": "test_job_flags.py",
-        "no-split": "test_cli_analyze.py",
-        "pictures": "test_cli_analyze.py",
-        "token-weights": "test_cli_analyze.py",
-        "search": "test_search.py",
-        "solver-seconds": "bounds a search by the clock, and is refused where there is none, below",
-    },
+    "json": "is how all others are looked at",
+    "trace": "test_simulator_schemes.py",
+    "profile": "test_simulator_profile.py",
+    "gpu-memory": "test_job_flags.py",
+    "cp-mode": "test_job_flags.py",
+    "no-split": "test_cli_analyze.py",
+    "pictures": "test_cli_analyze.py",
+    "token-weights": "test_cli_analyze.py",
+    "search": "test_search.py",
+    "solver-seconds": "bounds a search by the clock, and is refused where there is none, below",
 }
 
 
-def flags_of(add: Any) -> set[str]:
+def flags_of(*add_flags_to: Any) -> set[str]:
     parser = argparse.ArgumentParser()
-    for add_flags in add:
+    for add_flags in add_flags_to:
         add_flags(parser)
     return names(parser)
 
 
-OF_LAUNCH_COMMANDS = {
-    *("data-path", "data-args-path", "per-split-data-args-path", "split", "world-size", "global-batch-size"),
-    *("train-data-path", "valid-data-path", "test-data-path", "micro-batch-size", "group-query-attention"),
-    *(
-        "num-layers-per-virtual-pipeline-stage",
-        "recompute-activations",
-        "sequence-parallel",
-        "hidden-dropout",
-    ),
-    *(
-        "use-distributed-optimizer",
-        "overlap-grad-reduce",
-        "overlap-param-gather",
-        "untie-embeddings-and-output-weights",
-    ),
-    *("train-iters", "train-samples", "multi-latent-attention", "q-lora-rank", "kv-lora-rank", "qk-head-dim"),
-    *("linear-num-key-heads", "linear-num-value-heads", "linear-key-head-dim", "linear-value-head-dim"),
-    "linear-conv-kernel-dim",
-    *(
-        "qk-pos-emb-head-dim",
-        "v-head-dim",
-        "moe-shared-expert-intermediate-size",
-        "expert-imbalance",
-        "moe-layer-freq",
-    ),
-}
+OF_LAUNCH_COMMANDS = """data-path data-args-path per-split-data-args-path split world-size global-batch-size
+    train-data-path valid-data-path test-data-path micro-batch-size group-query-attention
+    num-layers-per-virtual-pipeline-stage
+    recompute-activations sequence-parallel hidden-dropout use-distributed-optimizer overlap-grad-reduce
+    overlap-param-gather untie-embeddings-and-output-weights train-iters train-samples multi-latent-attention
+    q-lora-rank kv-lora-rank qk-head-dim linear-num-key-heads linear-num-value-heads linear-key-head-dim
+    linear-value-head-dim linear-conv-kernel-dim qk-pos-emb-head-dim v-head-dim
+    moe-shared-expert-intermediate-size expert-imbalance moe-layer-freq"""
 """See test_launch_command.py."""
 
 
 def names(parser: argparse.ArgumentParser) -> set[str]:
-    return {action.option_strings[-1][2:] for action in parser._actions} - {"help", *OF_LAUNCH_COMMANDS}
+    return {action.option_strings[-1][2:] for action in parser._actions} - {
+        "help",
+        *OF_LAUNCH_COMMANDS.split(),
+    }
 
 
-def json_of(capsys: pytest.CaptureFixture[str], command: str, flags: str) -> Any:
-    code, out, err = call(capsys, *command.split(), *flags.split(), "--json", "-")
-    assert code == 0, err
-    return json.loads(out)
+def test_the_table_holds_every_flag_of_analyze():
+    assert flags_of(add_layout, add_settings, add_analyze) == set(ANALYZE) | set(ELSEWHERE)
 
 
-def test_the_table_holds_every_flag_of_analyze() -> None:
-    assert flags_of([add_layout, add_settings, add_analyze]) == set(ANALYZE) | set(ELSEWHERE["analyze"])
-
-
-def test_every_flag_of_analyze_changes_what_is_simulated(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_flag_of_analyze_changes_what_is_simulated(reported):
     before: dict[str, Any] = {}
     idle = []
     for flag, (value, beside) in ANALYZE.items():
-        flags = f"{LENGTHS} {LAYOUT} {beside}"
+        line = f"{QUICK} {LENGTHS} {LAYOUT} {beside}"
         if beside not in before:
-            before[beside] = json_of(capsys, QUICK, flags)["results"]
-        if json_of(capsys, QUICK, f"{flags} --{flag} {value}")["results"] == before[beside]:
+            before[beside] = reported(line)["results"]
+        if reported(f"{line} --{flag} {value}")["results"] == before[beside]:
             idle.append(flag)
     assert not idle
 
 
 KNOWN = "--model 550M --recompute full --gpu-memory 200"
 OWN = "--hidden-size 1024 --num-attention-heads 8 --recompute full --gpu-memory 80"
-INSPECT = {
-    "lengths": ("30,40", ""),
-    "window": ("128", ""),
-    "micro-batches": ("4", ""),
-    "dp": ("2", ""),
-    "cp": ("4", ""),
-    "tp": ("8", ""),
-    "pp": ("4", "--micro-batch-cost 0 --quadratic-at 8"),
-    "vpp": ("2", "--pp 2 --micro-batches-per-window 1.5"),
-    "packing": ("original", "--thresholds auto"),
-    "sharding": ("per-sequence", ""),
-    "max-tokens": ("80", ""),
-    "micro-batches-per-window": ("2", ""),
-    "micro-batch-cost": ("99999", "--pp 4 --micro-batch-cost 0 --quadratic-at 8"),
-    "chunks": ("on", ""),
-    "max-delay": ("0", "--thresholds 20"),
-    "thresholds": ("20", ""),
-    "batch-spread": ("1", "--thresholds 20"),
-    "release": ("full", "--thresholds 20"),
-    "balance-batches": ("3", "--packing fixed-greedy --thresholds auto"),
-    "quadratic-at": ("4", ""),
-    "document-cost": ("500", ""),
-    "max-documents": ("2", ""),
-    "overlong": ("drop", ""),
-    "iterations": ("1", ""),
-    "model": ("7B", KNOWN),
-    "num-layers": ("8", KNOWN),
-    "hidden-size": ("2048", OWN),
-    "num-attention-heads": ("16", OWN),
-    "num-query-groups": ("2", OWN),
-    "kv-channels": ("256", OWN),
-    "ffn-hidden-size": ("512", OWN),
-    "swiglu": ("", OWN),
-    "vocab-size": ("512", OWN),
-    "recompute": ("selective", KNOWN),
-    "recompute-method": ("block", KNOWN),
-    "recompute-num-layers": ("2", KNOWN),
-    "wlb-recompute": ("off", KNOWN),
-    "gpu-memory": ("40", KNOWN),
-    "memory-margin": ("0.2", KNOWN),
-}
+FREE_MICRO_BATCHES = "--pp 4 --micro-batch-cost 0 --quadratic-at 8"
+INSPECT = values(
+    {
+        "": """--lengths 30,40 --window 128 --micro-batches 4 --dp 2 --cp 4 --tp 8 --sharding per-sequence
+            --max-tokens 80 --micro-batches-per-window 2 --chunks on --thresholds 20 --quadratic-at 4
+            --document-cost 500 --max-documents 2 --overlong drop --iterations 1""",
+        "--micro-batch-cost 0 --quadratic-at 8": "--pp 4",
+        "--pp 2 --micro-batches-per-window 1.5": "--vpp 2",
+        "--thresholds auto": "--packing original",
+        FREE_MICRO_BATCHES: "--micro-batch-cost 99999",
+        "--thresholds 20": "--max-delay 0 --batch-spread 1 --release full",
+        "--packing fixed-greedy --thresholds auto": "--balance-batches 3",
+        KNOWN: """--model 7B --num-layers 8 --recompute selective --recompute-method block
+            --recompute-num-layers 2 --wlb-recompute off --gpu-memory 40 --memory-margin 0.2""",
+        OWN: """--hidden-size 2048 --num-attention-heads 16 --num-query-groups 2 --kv-channels 256
+            --ffn-hidden-size 512 --swiglu --vocab-size 512""",
+    }
+)
 
 
-def test_every_flag_of_inspect_changes_its_plans_or_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    shown = flags_of([add_layout, add_settings, add_inspected_job]) | {"pp", "vpp", "iterations"}
-    refused = {"cp-mode": "dynamic", "regather-keys": "", "solver-seconds": "2"}
-    assert shown == set(INSPECT) | set(refused)
-    base = "--lengths 64,40,9,64,17,28,33,50,100,8,8,8 --window 64 --micro-batches 2 --cp 2 --thresholds 60"
-    base += " --chunks off"
-    idle = []
-    for flag, (value, beside) in INSPECT.items():
-        flags = f"{base} {beside}"
-        if json_of(capsys, "inspect", f"{flags} --{flag} {value}") == json_of(capsys, "inspect", flags):
-            idle.append(flag)
+def test_every_flag_of_inspect_changes_its_plans_or_is_refused(reported, refused):
+    shown = flags_of(add_layout, add_settings, add_inspected_job) | {"pp", "vpp", "iterations"}
+    none = {"cp-mode": "dynamic", "regather-keys": "", "solver-seconds": "2"}
+    assert shown == set(INSPECT) | set(none)
+    base = "inspect --window 64 --micro-batches 2 --cp 2 --thresholds 60 --chunks off"
+    base += " --lengths 64,40,9,64,17,28,33,50,100,8,8,8"
+    idle = [
+        flag
+        for flag, (value, beside) in INSPECT.items()
+        if reported(f"{base} {beside} --{flag} {value}") == reported(f"{base} {beside}")
+    ]
     assert not idle
-    for flag, value in refused.items():
-        code, _, err = call(capsys, "inspect", *f"{base} --{flag} {value}".split())
-        assert (code, err.count("\n")) == (2, 1) and f"--{flag}" in err, flag
+    for flag, value in none.items():
+        assert f"--{flag}" in refused(f"{base} --{flag} {value}")
 
 
 REPRODUCE = {
@@ -265,11 +183,7 @@ REPRODUCE = {
 }
 
 
-def test_every_flag_of_reproduce_reaches_what_is_reproduced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import numpy as np
-
+def test_every_flag_of_reproduce_reaches_what_is_reproduced(tmp_path, monkeypatch):
     parser = argparse.ArgumentParser()
     reproduction.add_reproduce(parser)
     assert names(parser) - set(REPRODUCE) == {"out", "profile"}
@@ -291,17 +205,123 @@ def test_every_flag_of_reproduce_reaches_what_is_reproduced(
     assert len(set(asked)) == len(REPRODUCE) + 1
 
 
+JOBS = {
+    "inspect": "--lengths 9,30,64 --window 64",
+    "analyze": "--lengths 9,30,64 --window 64",
+    "profile": "--out p.json",
+    "reproduce": "--out d",
+}
+TRAINING = "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 64 --global-batch-size 8"
+
+
 @pytest.mark.parametrize(
-    ("command", "message"),
+    ("line", "message"),
     [
+        # lengths
+        ("inspect --lengths 4,-12", "document 1 has a negative length (-12)"),
+        ("inspect --lengths 4,,12", "cannot read lengths '4,,12': '' is not an integer"),
+        (
+            "inspect --lengths 4,x",
+            "cannot read lengths '4,x': 'x' is not an integer below 2**63; give integers with",
+        ),
+        ("inspect --lengths [4,12]", "'[4' is not an integer"),
+        ("inspect --lengths '1e3;4'", "'1e3;4' is not an integer"),
+        ("inspect --lengths ''", "cannot read lengths ''"),
+        (f"inspect --lengths 4,{5000 * '9'}", "cannot read lengths '4,999"),
+        ("inspect --lengths 4.5", "cannot read lengths '4.5': '4.5' is not an integer"),
+        ("inspect --lengths 99999999999999999999", "cannot read lengths"),
+        ("inspect --lengths 0,0", "no token to train on in 2 documents"),
+        ("analyze --lengths 0", "no token to train on"),
+        ("inspect --lengths 99999999999", "document 0 has more than 2147483647 tokens"),
+        # numbers that are none, or out of range
+        ("inspect --window 0", "--window: '0' is not a whole number from 1 to 1073741824"),
+        ("analyze --window 0", "is not a whole number from 1"),
+        ("inspect --window many", "--window: 'many' is not a whole number from 1 to 1073741824"),
+        ("inspect --window 99999999999999999999", "--window: '99999999999999999999' is not a whole number"),
+        ("inspect --cp 0", "--cp: '0' is not a whole number from 1 to 65536"),
+        ("inspect --dp 99999999999999999999", "--dp: '99999999999999999999' is not"),
+        ("analyze --pp 0", "is not a whole number from 1"),
+        ("inspect --micro-batches 99999999999999999999", "--micro-batches: '99999999999999999999' is not"),
+        ("inspect --max-delay -1", "wlb_megatron: error: --max-delay -1 must be from 0 to 1048576"),
+        ("inspect --max-tokens 99999999999999999999", "--max-tokens 99999999999999999999 must be from 1 to"),
+        ("inspect --document-cost nan", "wlb_megatron: error: --document-cost nan must be from 0 to"),
+        ("inspect --document-cost inf", "--document-cost inf must be from 0 to"),
+        ("inspect --quadratic-at nan", "--quadratic-at nan must be from 1 to"),
+        ("inspect --quadratic-at 1e-320", "--quadratic-at 1e-320 must be from 1 to"),
+        ("inspect --solver-seconds nan", "--solver-seconds nan must be from 0.001 to"),
+        ("inspect --solver-seconds -1", "--solver-seconds -1.0 must be from 0.001 to"),
+        ("inspect --thresholds nan", "wlb_megatron: error: --thresholds 'nan' are not auto"),
+        ("analyze --iterations 0", "--iterations: '0' is not a whole number from 1"),
+        ("analyze --iterations -1", "is not a whole number from 1"),
+        ("analyze --seed -2", "--seed: '-2' is not a whole number from -1"),
+        ("analyze --matmul-rate nan", "--matmul-rate: 'nan' is not a number from 0"),
+        ("analyze --matmul-rate 0", "wlb_megatron: error: --matmul-rate must be positive, got 0.0"),
+        ("analyze --tp-exposed 2", "wlb_megatron: error: --tp-exposed is a share from 0 to 1, got 2.0"),
+        ("analyze --step-overhead -1", "--step-overhead: '-1' is not a number from 0"),
+        (
+            "analyze --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size -1",
+            "is not a whole number from 1",
+        ),
+        ("profile --budget nan", "--budget: 'nan' is not a number from 0"),
+        ("profile --num-attention-heads 0", "--num-attention-heads: '0' is not a whole number"),
+        ("reproduce --lengths-of 0", "--lengths-of: '0' is not a whole number from 1"),
+        # sizes that do not fit each other
+        (
+            "inspect --max-tokens 17 --chunks off",
+            "wlb_megatron: error: --max-tokens of 17 is below 1.25 windows",
+        ),
+        ("{} --max-tokens 65 --chunks off", "set --max-tokens to 80 or more"),
+        ("analyze --hidden-size 100 --num-attention-heads 3", "--hidden-size 100 is not a multiple of"),
+        (
+            "analyze --hidden-size 96 --num-attention-heads 32 --num-query-groups 5",
+            "--num-attention-heads 32 is not a multiple of --num-query-groups 5",
+        ),
+        (
+            "analyze --num-query-groups 5",
+            "--num-attention-heads 32 is not a multiple of --num-query-groups 5",
+        ),
+        ("{} --world-size 6 --tp 4", "6 GPUs are not a multiple of --tp 4"),
+        ("analyze --pp 5", "--num-layers 32 cannot be divided over --pp 5: choose a divisor of 32, or of 34"),
+        ("analyze --pp 4 --vpp 3", "--num-layers 32 cannot be divided over --pp 4 x --vpp 3"),
+        ("{} --vpp 2", "--vpp 2 changes nothing without --pp above 1"),
+        ("analyze --tp 3", "--num-attention-heads 32 is not a multiple of the tensor-parallel size 3"),
+        ("profile --tp 3", "--num-attention-heads 32 is not a multiple of the tensor-parallel size 3"),
+        (
+            "analyze --tp 8 --num-attention-heads 48 --num-query-groups 12 --kv-channels 128",
+            "neither a multiple nor a",
+        ),
+        ("analyze --tp 2 --ffn-hidden-size 1001", "--ffn-hidden-size 1001 is not a multiple of --tp 2"),
+        ("analyze --cp 3", "--window of 64 tokens is not a multiple of 3"),
+        (
+            "analyze --num-experts 3 --expert-model-parallel-size 2 --dp 2",
+            "--num-experts 3 is not a multiple of",
+        ),
+        (
+            "analyze --num-experts 4 --expert-model-parallel-size 4 --dp 2",
+            "2 ranks (--tp x --cp x --dp) are not a multiple",
+        ),
+        (
+            "analyze --num-experts 4 --expert-tensor-parallel-size 4",
+            "1 ranks (--tp x --cp x --dp) are not a multiple",
+        ),
+        ("analyze --num-experts 2 --moe-router-topk 3", "--moe-router-topk 3 is above --num-experts 2"),
+        # choices, places and commands that there are not
+        ("inspect --packing best", "invalid choice: 'best'"),
+        ("inspect --sharding best", "invalid choice: 'best'"),
+        ("inspect --unknown 1", "unrecognized arguments: --unknown"),
+        ("{} --data-path c", "cannot read index c.idx"),
+        ("analyze --pictures /dev/null/pictures", "cannot write to"),
+        # flags that would change nothing, or that only training has
         *((f"{{}} --{name.replace('_', '-')}", "only affects training") for name in NOT_HERE[:6:2]),
+        ("{} --rehearsal always", "only affects training"),
+        ("{} --fresh-order", "only affects training"),
+        ("{} --regather-keys banana", "unrecognized arguments: banana"),
         (
             "inspect --wlb-token-weights equal",
             "wlb_megatron: error: --wlb-token-weights only affects training",
         ),
+        ("inspect --regather-keys --iterations 1", "--regather-keys"),
         ("{} --micro-batches 2 --global-batch-size 2", "say the same: give one"),
-        ("{} --data-path c", "cannot read index c.idx"),
-        ("{} --world-size 6 --tp 4", "6 GPUs are not a multiple of --tp 4"),
         ("inspect --num-experts 2", "unrecognized arguments: --num-experts 2 (see wlb-megatron inspect"),
         ("inspect --model 7B", "--model changes nothing without --gpu-memory"),
         (
@@ -324,100 +344,97 @@ def test_every_flag_of_reproduce_reaches_what_is_reproduced(
         ("{} --packing fixed-greedy --max-delay 3", "changes nothing without --packing varlen"),
         ("{} --balance-batches 2", "without --packing fixed-greedy or fixed-solver"),
         ("{} --release full --micro-batches-per-window 2", "changes nothing without --release balance"),
+        ("analyze --moe-router-topk 2", "--moe-router-topk needs --num-experts"),
         ("reproduce --lengths-of 64", "seeded lengths"),
+        # what cannot be trained
+        (
+            "analyze --num-experts 4 --moe-router-load-balancing-type aux_loss --cp-mode dynamic",
+            "a router's loss",
+        ),
+        ("analyze --trace t.json --cp-mode dynamic", "--trace supports only fixed groups"),
+        ("inspect --cp-mode dynamic", "use wlb-megatron analyze"),
+        (
+            "analyze --lengths 1,0,1,1 --micro-batches 2",
+            "nothing to train",
+        ),  # one token each: there is no loss
+        (  # it would go through the corpus that often a step, for minutes
+            "analyze --lengths 5,6,7 --window 131072 --micro-batches 4",
+            "a step of 524,288 tokens is 29,127 times all documents (18 tokens)",
+        ),
+        # launch commands
+        (f"analyze -- {TRAINING}", "give --world-size before --"),
+        (
+            f"analyze --world-size 3 -- {TRAINING}",
+            "--global-batch-size 8 is not a multiple of the data-parallel size 3",
+        ),
+        (f"analyze --world-size 1 --micro-batches 2 -- {TRAINING}", "say the same: give one"),
+        (f"analyze --world-size 1 --lr 1 -- {TRAINING}", "unrecognized arguments: --lr 1"),
+        (f"analyze --world-size 1 -- make {TRAINING}", "no training script"),
+        (f"analyze --world-size 2 --dp 1 -- {TRAINING}", "--dp 1 is not what --world-size 2 says (2)"),
     ],
 )
-def test_what_would_change_nothing_is_refused_in_one_line(
-    command: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in ("inspect", "analyze") if "{}" in command else ("",):
-        words = command.format(name).split()
-        layout = ["--out", "d"] if words[0] == "reproduce" else ["--lengths", "9,30", "--window", "64"]
-        code, _, err = call(capsys, *words, *layout)
-        assert code == 2 and message in err and err.count("\n") == 1, err
+def test_what_cannot_be_or_would_change_nothing_is_refused_in_one_line(line, message, refused):
+    for name in ("inspect", "analyze") if "{}" in line else (line.split()[0],):
+        words = line.format(name).removeprefix(name)
+        assert message in refused(f"{name} {JOBS[name]} {words}")
 
 
-def lines_of(capsys: pytest.CaptureFixture[str], flags: str) -> list[str]:
-    code, out, err = call(capsys, *flags.split())
-    assert (code, err) == (0, "")
-    return out.splitlines()
+@pytest.mark.parametrize("line", ["", "inspect", "plan"])
+def test_a_missing_or_unknown_command_is_one_line(line, refused):
+    refused(line)
 
 
-@pytest.mark.parametrize("command", ["analyze --no-split"])
-def test_a_corpus_that_predicts_nothing_is_refused_in_one_line_as_in_training(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Each document has one token, so there is no loss."""
-    job = f"{command} --window 16 --micro-batches 2 --iterations 2"
-    code, out, err = call(capsys, *f"{job} --lengths 1,0,1,1".split())
-    assert (code, out, err.count("\n")) == (2, "", 1) and "nothing to train" in err
-    assert not any("nothing to train" in line for line in lines_of(capsys, f"{job} --lengths 1,0,1,2"))
+def test_a_corpus_with_one_loss_is_no_more_refused(printed):
+    assert "nothing to train" not in printed(
+        "analyze --no-split --window 16 --micro-batches 2 --iterations 2 --lengths 1,0,1,2"
+    )
 
 
-@pytest.mark.parametrize("command", ["analyze --no-split"])
-def test_a_step_of_hundreds_of_epochs_is_refused_at_once(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It would go through a corpus of 18 tokens 29,127 times a step, for minutes."""
-    code, out, err = call(capsys, *f"{command} --lengths 5,6,7 --window 131072 --micro-batches 4".split())
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert "a step of 524,288 tokens is 29,127 times all documents (18 tokens)" in err
-
-
-def test_inspects_warnings_leave_its_json_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = call(capsys, *["inspect", "--lengths", "1,1", "--window", "16", "--json", "-"])
+def test_inspects_warnings_leave_its_json_alone(command):
+    code, out, err = command("inspect --lengths 1,1 --window 16 --json -")
     assert (code, err.count("\n")) == (0, 1) and "WARNING: nothing to train" in err
     assert json.loads(out)["iterations"]
 
 
-@pytest.mark.parametrize("command", ["inspect", "analyze --no-split"])
-def test_thresholds_and_delay_are_not_ignored_where_documents_train_in_chunks(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    job = f"{command} --lengths 9,30,64,20,17,50 --window 64 --micro-batches 4 --pp 2 --iterations 2"
-    lines = lines_of(capsys, f"{job} --chunks on --thresholds 20")
+@pytest.mark.parametrize("name", ["inspect", "analyze --no-split"])
+def test_thresholds_and_delay_are_not_ignored_where_documents_train_in_chunks(name, printed, refused):
+    job = f"{name} --lengths 9,30,64,20,17,50 --window 64 --micro-batches 4 --pp 2 --iterations 2"
+    lines = printed(f"{job} --chunks on --thresholds 20").splitlines()
     unused = "--thresholds 20 is not used: documents in chunks never wait"
     assert sum(unused in line for line in lines) == 1
-    lines = lines_of(capsys, f"{job} --chunks on --batch-spread 1.25")
+    lines = printed(f"{job} --chunks on --batch-spread 1.25").splitlines()
     assert sum("--batch-spread 1.25 bounds nothing: documents in chunks" in line for line in lines) == 1
-    code, _, err = call(capsys, *f"{job} --chunks on --max-delay 3".split())
-    assert (code, err.count("\n")) == (2, 1)
     assert (
         "--chunks on cannot be combined with --max-delay 3: documents in chunks never wait; leave it out"
-        in err
+        in refused(f"{job} --chunks on --max-delay 3")
     )
-    lines = lines_of(capsys, f"{job} --max-delay 3")
+    lines = printed(f"{job} --max-delay 3").splitlines()
     assert sum("documents in chunks: no (not with --max-delay 3; chunks would" in line for line in lines) == 1
-    assert any("in chunks: yes" in line for line in lines_of(capsys, f"{job} --chunks on --max-delay 0"))
+    assert "in chunks: yes" in printed(f"{job} --chunks on --max-delay 0")
 
 
-@pytest.mark.parametrize("command", ["analyze --no-split"])
-def test_a_gpus_memory_that_sets_nothing_is_warned_of(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    job = f"{command} --lengths 9,30,64,20 --window 64 --iterations 1 --gpu-memory 300"
+def test_a_gpus_memory_that_sets_nothing_is_warned_of(printed):
+    job = "analyze --no-split --lengths 9,30,64,20 --window 64 --iterations 1 --gpu-memory 300"
 
     def warned(flags: str) -> list[str]:
-        return [line for line in lines_of(capsys, f"{job} {flags}") if "--gpu-memory" in line]
+        return [line for line in printed(f"{job} {flags}").splitlines() if "--gpu-memory" in line]
 
-    assert (
-        "sets no Lmax, because the number of tokens per expert" in warned("--num-experts 8 --model 550M")[0]
-    )
+    experts = warned("--num-experts 8 --model 550M")[0]
+    assert "sets no Lmax, because the number of tokens per expert" in experts
     assert "sets no Lmax" in warned("--packing original")[0]
     assert not warned("")
 
 
-def test_messages_name_the_commands_flags(capsys: pytest.CaptureFixture[str]) -> None:
-    job = "--lengths 900,4096,300,2000 --window 4096 --pp 2"
-    shown = lines_of(capsys, f"analyze --no-split {job} --max-delay 3 --micro-batches 2 --iterations 1")
+def test_messages_name_the_commands_flags(printed, refused):
+    job = "analyze --no-split --lengths 900,4096,300,2000 --window 4096 --pp 2"
+    shown = printed(f"{job} --max-delay 3 --micro-batches 2 --iterations 1").splitlines()
     assert any(line.startswith("documents in chunks: no (not with --max-delay 3; ") for line in shown)
-    _, _, err = call(
-        capsys, *f"analyze --no-split {job} --gpu-memory 64 --chunks off --micro-batches 8".split()
+    assert "raise --cp or --tp, use --recompute-granularity full, or lower --window" in refused(
+        f"{job} --gpu-memory 64 --chunks off --micro-batches 8"
     )
-    assert "raise --cp or --tp, use --recompute-granularity full, or lower --window" in err
 
 
-def test_the_help_of_every_flag_says_what_it_is_and_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_help_of_every_flag_says_what_it_is_and_its_default(monkeypatch):
     parsers: dict[str, argparse.ArgumentParser] = {}
 
     def stop(self: argparse.ArgumentParser, *_: Any) -> None:

@@ -267,8 +267,17 @@ def test_a_corpus_without_tokens_is_refused(tmp_path: Path, documents: list[list
 
 
 def write_index(
-    path: Path, lengths: npt.ArrayLike, offsets: npt.ArrayLike, bounds: npt.ArrayLike, code: int = 8
+    path: Path,
+    lengths: npt.ArrayLike,
+    offsets: npt.ArrayLike | None = None,
+    bounds: npt.ArrayLike | None = None,
+    code: int = 8,
 ) -> None:
+    """Without offsets, sequences of two bytes a token one after the other; without bounds, each is a document."""
+    if offsets is None:
+        offsets = np.cumsum([0, *lengths])[:-1] * 2
+    if bounds is None:
+        bounds = np.arange(np.size(lengths) + 1)
     path.write_bytes(
         b"MMIDIDX\0\0"
         + struct.pack("<QBQQ", 1, code, np.size(lengths), np.size(bounds))

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from plan_checks import validate_groups
-from test_cli import call
 
 from wlb_megatron.dynamic.plan import Stage
 from wlb_megatron.errors import WlbError
@@ -169,15 +166,11 @@ def test_ranks_that_share_experts_are_timed_in_one_order() -> None:
     assert any(order != other for order, other in alone) and all(order == other for order, other in joined)
 
 
-def test_dynamic_groups_are_planned_and_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dynamic_groups_are_planned_and_timed(tmp_path, reported):
     np.save(tmp_path / "lengths.npy", np.tile([3000, 40000, 900, 65536, 1200, 2500, 9000], 9))
-    flags = f"--lengths {tmp_path / 'lengths.npy'} --window 65536 --micro-batches 2 --cp 2 --dp 2 --json -"
-    flags += " --host-launch 0 --iterations 3 --warm-up 1 --max-delay 0 --cp-mode "
-    speedups = {}
-    for mode in ("fixed", "dynamic"):
-        code, out, err = call(capsys, "analyze", "--no-split", *flags.split(), mode)
-        assert code == 0, err
-        speedups[mode] = json.loads(out)["predicted_speedup"]
+    line = f"analyze --no-split --lengths {tmp_path / 'lengths.npy'} --window 65536 --micro-batches 2 --cp 2 --dp 2"
+    line += " --host-launch 0 --iterations 3 --warm-up 1 --max-delay 0 --cp-mode "
+    speedups = {mode: reported(line + mode)["predicted_speedup"] for mode in ("fixed", "dynamic")}
     assert speedups["dynamic"] > speedups["fixed"] + 0.01
 
 
@@ -192,71 +185,11 @@ def test_every_document_of_an_iteration_is_in_one_of_its_groups() -> None:
         validate_groups(steps, held, Stage.of(2, 2, run.planner.packer.max_tokens // 2 * 2))
 
 
-def test_dynamic_groups_are_refused_where_training_refuses_them(capsys: pytest.CaptureFixture[str]) -> None:
-    for command, flags, message in (
-        ("analyze", "--num-experts 4 --moe-router-load-balancing-type aux_loss", "a router's loss"),
-        ("analyze", "--trace t.json", "--trace supports only fixed groups"),
-        ("inspect", "", "use wlb-megatron analyze"),
-    ):
-        arguments = f"{command} --lengths 9 --window 64 --cp-mode dynamic {flags}".split()
-        code, _, err = call(capsys, *arguments)
-        assert code == 2 and message in err and err.count("\n") == 1
-
-
-@pytest.mark.parametrize("command", ["analyze"])
-def test_chunks_that_cannot_be_trained_are_refused_with_the_cure(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    flags = f"{command} --lengths 9,30,64 --window 64 --pp 2 --micro-batches 2 --chunks on"
-    flags += " --cpu-offloading-num-layers 1"
-    code, _, err = call(capsys, *flags.split())
-    assert code == 2 and err.count("\n") == 1
-    assert (
-        "--chunks on cannot be combined with --cpu-offloading-num-layers" in err
-        and "recompute instead" in err
-    )
-    code, _, err = call(capsys, *f"{command} --lengths 9 --window 64 --moe-router-topk 2".split())
-    assert code == 2 and "--moe-router-topk needs --num-experts" in err
-
-
-@pytest.mark.parametrize("command", ["analyze"])
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--pp 5", "--num-layers 32 cannot be divided over --pp 5: choose a divisor of 32, or of 34"),
-        ("--pp 4 --vpp 3", "--num-layers 32 cannot be divided over --pp 4 x --vpp 3"),
-        ("--vpp 2", "--vpp 2 changes nothing without --pp above 1"),
-        ("--tp 3", "--num-attention-heads 32 is not a multiple of the tensor-parallel size 3"),
-        (
-            "--tp 8 --num-attention-heads 48 --num-query-groups 12 --kv-channels 128",
-            "neither a multiple nor a",
-        ),
-        ("--tp 2 --ffn-hidden-size 1001", "--ffn-hidden-size 1001 is not a multiple of --tp 2"),
-        ("--cp 3", "--window of 64 tokens is not a multiple of 3"),
-        ("--num-experts 3 --expert-model-parallel-size 2 --dp 2", "--num-experts 3 is not a multiple of"),
-        (
-            "--num-experts 4 --expert-model-parallel-size 4 --dp 2",
-            "2 ranks (--tp x --cp x --dp) are not a multiple",
-        ),
-        (
-            "--num-experts 4 --expert-tensor-parallel-size 4",
-            "1 ranks (--tp x --cp x --dp) are not a multiple",
-        ),
-        ("--num-experts 2 --moe-router-topk 3", "--moe-router-topk 3 is above --num-experts 2"),
-    ],
-)
-def test_sizes_that_megatron_does_not_divide_are_refused_in_one_line(
-    command: str, flags: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, _, err = call(capsys, *f"{command} --lengths 9,30,64 --window 64 {flags}".split())
-    assert code == 2 and message in err and err.count("\n") == 1
-
-
-def test_model_chunks_without_a_pipeline_are_refused_by_inspect_too(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    code, _, err = call(capsys, *["inspect", "--lengths", "9,30,64", "--window", "64", "--vpp", "2"])
-    assert code == 2 and "--vpp 2 changes nothing without --pp above 1" in err
+def test_chunks_that_cannot_be_trained_are_refused_with_the_cure(refused):
+    line = "analyze --lengths 9,30,64 --window 64 --pp 2 --micro-batches 2 --chunks on"
+    shown = refused(f"{line} --cpu-offloading-num-layers 1")
+    assert "--chunks on cannot be combined with --cpu-offloading-num-layers" in shown
+    assert "recompute instead" in shown
 
 
 def test_layers_that_divide_with_the_embedding_and_the_loss_are_taken() -> None:
@@ -277,12 +210,10 @@ def test_layers_that_divide_with_the_embedding_and_the_loss_are_taken() -> None:
         ("mixtral-8x22b", 140.6),
     ],
 )
-def test_a_known_model_has_the_parameters_that_are_published(
-    model: str, billions: float, capsys: pytest.CaptureFixture[str]
-) -> None:
-    own = f"analyze --no-split --search none --iterations 1 --lengths 9,30,64 --window 64 --model {model}"
-    code, out, err = call(capsys, *own.split())
-    assert code == 0, err
+def test_a_known_model_has_the_parameters_that_are_published(model, billions, printed):
+    out = printed(
+        f"analyze --no-split --search none --iterations 1 --lengths 9,30,64 --window 64 --model {model}"
+    )
     (shown,) = re.findall(r"([\d.]+)B parameters", out)
     assert float(shown) == pytest.approx(billions, rel=2e-3, abs=0.05)
     assert "of activations" in out, "memory is never left out"

@@ -1,17 +1,19 @@
-"""A launch command of training, pasted after --: the commands read from it what they need."""
+"""A launch command of training, pasted after --: the commands read from it what they need, and dry runs of it."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
-import shlex
-import struct
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from test_cli import call
+from test_cli import ROOT, bash_blocks
+from test_documents_indexed import write_index
 
 from wlb_megatron import cli
 from wlb_megatron.documents.blend import part_corpora
@@ -23,74 +25,46 @@ from wlb_megatron.simulator.launch_flags import MEGATRON, PASSED_OVER, Launch, r
 
 pytestmark = pytest.mark.usefixtures("quick_thresholds")
 
-ROOT = Path(__file__).resolve().parents[1]
 JOB = "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 64 --global-batch-size 8"
 
 
-def write_index(prefix: Path, lengths: Any) -> None:
-    """An .idx alone, of documents of one sequence each."""
-    tokens = np.asarray(lengths, dtype="<i4")
-    offsets = np.concatenate([[0], np.cumsum(tokens[:-1], dtype="<i8") * 2]).astype("<i8")
-    header = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, len(tokens), len(tokens) + 1)
-    bounds = np.arange(len(tokens) + 1, dtype="<i8")
-    Path(f"{prefix}.idx").write_bytes(header + tokens.tobytes() + offsets.tobytes() + bounds.tobytes())
+@pytest.fixture
+def analyzed(reported):
+    return lambda flags: reported(f"analyze --no-split --iterations 2 --warm-up 1 {flags}")
 
 
-def readme_command() -> list[str]:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    blocks = [block.replace("\\\n", " ") for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL)]
-    (line,) = [line for block in blocks for line in block.splitlines() if "--train-iters 10000" in line]
-    return shlex.split(line)
-
-
-def analyzed(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
-    own = ["analyze", "--no-split", "--iterations", "2", "--warm-up", "1", "--json", "-"]
-    code, out, err = call(capsys, *own, *words)
-    assert code == 0, err
-    return json.loads(out)
-
-
-def test_the_readmes_command_is_predicted_as_it_is_pasted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_readmes_command_is_predicted_as_it_is_pasted(tmp_path, analyzed, reported):
     lengths = np.random.default_rng(3).integers(100, 20000, 600)
-    write_index(tmp_path / "corpus_text_document", lengths)
-    words = [word.replace("~/data/corpus", str(tmp_path / "corpus")) for word in readme_command()]
-    shown = analyzed(capsys, "--", *words)
+    write_index(tmp_path / "corpus_text_document.idx", lengths)
+    lines = [line for block in bash_blocks(ROOT / "README.md") for line in block.splitlines()]
+    (pasted,) = [line for line in lines if "--train-iters 10000" in line]
+    pasted = pasted.replace("~/data/corpus", str(tmp_path / "corpus"))
+    shown = analyzed(f"-- {pasted}")
     np.save(tmp_path / "train.npy", lengths[:594])  # --split 990,10,0
     short = (
         f"--lengths {tmp_path / 'train.npy'} --window 65536 --micro-batches 8 --tp 2 --cp 2 --pp 2 --recompute full "
         "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --num-query-groups 8 "
         "--swiglu"
     )
-    same = analyzed(capsys, *short.split())
+    same = analyzed(short)
     assert shown["results"] == same["results"] and shown["layout"] == same["layout"]
     assert shown["documents"] == 594
-    planned = []
-    for flags in (
-        ["--gpu-memory", "80", "--", *words],
-        [*short.split(), "--gpu-memory", "80"],
-        ["--", *words],
-    ):
-        code, out, err = call(capsys, "inspect", "--iterations", "1", "--json", "-", *flags)
-        assert code == 0, err
-        planned.append(json.loads(out))
+    planned = [
+        reported(f"inspect --iterations 1 {flags}")
+        for flags in (f"--gpu-memory 80 -- {pasted}", f"{short} --gpu-memory 80", f"-- {pasted}")
+    ]
     assert planned[0] == planned[1]
     assert "recomputed" in planned[2]["iterations"][0]["micro_batches"][0]
 
 
-def test_inspect_reads_of_a_launch_command_what_it_has_no_flag_for(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_inspect_reads_of_a_launch_command_what_it_has_no_flag_for(command, refused):
     """Experts; keys that are gathered again change no plan, and other flags are passed over."""
-    own = ["inspect", "--lengths", "20,30,64,9", "--world-size", "4", "--iterations", "1", "--"]
-    job = f"{JOB} --num-experts 8 --wlb-regather-keys --lr 1e-4 --fp8-format hybrid".split()
-    code, out, err = call(capsys, *own, *job, "--expert-model-parallel-size", "4")
+    own = f"inspect --lengths 20,30,64,9 --world-size 4 --iterations 1 -- {JOB}"
+    job = f"{own} --num-experts 8 --wlb-regather-keys --lr 1e-4 --fp8-format hybrid"
+    code, out, err = command(f"{job} --expert-model-parallel-size 4")
     assert code == 0 and "note: --fp8-format" in out, err
-    code, _, err = call(capsys, *own, *job, "--expert-model-parallel-size", "3")
-    assert code == 2 and "--num-experts 8 is not a multiple" in err
-    nets = f"{JOB} --pipeline-model-parallel-size 2 --hybrid-layer-pattern G-*-G-*-".split()
-    code, out, err = call(capsys, *own, *nets)
+    assert "--num-experts 8 is not a multiple" in refused(f"{job} --expert-model-parallel-size 3")
+    code, out, err = command(f"{own} --pipeline-model-parallel-size 2 --hybrid-layer-pattern G-*-G-*-")
     assert code == 0 and "documents in chunks: no (not with gated delta nets" in out, err
 
 
@@ -109,7 +83,7 @@ def test_inspect_reads_of_a_launch_command_what_it_has_no_flag_for(
         ("srun -N 2 python -m wlb_megatron.launch p.py --a", Launch(("--a",))),
     ],
 )
-def test_a_command_is_split_at_its_script(command: str, launch: Launch) -> None:
+def test_a_command_is_split_at_its_script(command, launch):
     assert read_launch(command.split()) == launch
 
 
@@ -123,28 +97,24 @@ def test_each_flag_that_is_read_or_noted_is_one_of_megatrons() -> None:
     assert len(PASSED_OVER.keys() & known.keys()) >= len(PASSED_OVER) - 2  # of other releases
 
 
-def test_a_flag_before_the_command_counts_more(capsys: pytest.CaptureFixture[str]) -> None:
-    job = f"{JOB} --tensor-model-parallel-size 2".split()
-    lengths = ["--lengths", "20,30,64,9,40", "--world-size", "8"]
-    assert analyzed(capsys, *lengths, "--", *job)["layout"]["dp"] == 4
-    assert analyzed(capsys, *lengths, "--tp", "1", "--", *job)["layout"]["tp"] == 1
+def test_a_flag_before_the_command_counts_more(analyzed):
+    job, own = f"{JOB} --tensor-model-parallel-size 2", "--lengths 20,30,64,9,40 --world-size 8"
+    assert analyzed(f"{own} -- {job}")["layout"]["dp"] == 4
+    assert analyzed(f"{own} --tp 1 -- {job}")["layout"]["tp"] == 1
 
 
-def test_a_micro_batch_of_two_windows_is_predicted_as_one_of_twice_the_window(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_micro_batch_of_two_windows_is_predicted_as_one_of_twice_the_window(analyzed, refused, tmp_path):
     """The same documents, none longer than a window. Without a mask the two windows still do not see each other."""
     np.save(tmp_path / "lengths.npy", np.random.default_rng(2).integers(100, 4096, 300))
     flags = f"--lengths {tmp_path / 'lengths.npy'} --pp 2 --model 550M"
-    own = analyzed(capsys, *f"{flags} --window 4096 --micro-batches 4 --micro-batch-size 2".split())
-    twice = analyzed(capsys, *f"{flags} --window 8192 --micro-batches 2".split())
+    own = analyzed(f"{flags} --window 4096 --micro-batches 4 --micro-batch-size 2")
+    twice = analyzed(f"{flags} --window 8192 --micro-batches 2")
     times = [[side["step_ms"] for side in shown["results"].values()] for shown in (own, twice)]
     assert times[0] == times[1] and own["max_tokens"] == twice["max_tokens"]
     assert own["speedup_over_unmasked"] < twice["speedup_over_unmasked"]
-    code, _, err = call(
-        capsys, *f"analyze {flags} --window 4096 --micro-batches 3 --micro-batch-size 2".split()
+    assert "not a multiple of --micro-batch-size 2" in refused(
+        f"analyze {flags} --window 4096 --micro-batches 3 --micro-batch-size 2"
     )
-    assert code == 2 and "not a multiple of --micro-batch-size 2" in err
 
 
 @pytest.mark.parametrize(
@@ -156,27 +126,24 @@ def test_a_micro_batch_of_two_windows_is_predicted_as_one_of_twice_the_window(
         ("*E|*E", "--ffn-hidden-size 512 --num-layers 2 --num-experts 4"),
     ],
 )
-def test_a_hybrid_models_pattern_is_predicted_as_the_gpt_model_of_its_layers(
-    capsys: pytest.CaptureFixture[str], pattern: str, same: str
-) -> None:
-    lengths = "--lengths", ",".join(map(str, range(1, 90))), "--world-size", "2", "--"
-    rest = "--hidden-size 256 --num-attention-heads 4 --seq-length 64 --global-batch-size 8 "
+def test_a_hybrid_models_pattern_is_predicted_as_the_gpt_model_of_its_layers(analyzed, pattern, same):
+    rest = f"--lengths {','.join(map(str, range(1, 90)))} --world-size 2 -- "
+    rest += "--hidden-size 256 --num-attention-heads 4 --seq-length 64 --global-batch-size 8 "
     rest += "--pipeline-model-parallel-size 2 --recompute-granularity full --recompute-method uniform"
     experts = "--num-experts 4" if "E" in pattern else ""
     hybrid = f"--ffn-hidden-size 512 --recompute-num-layers 2 --hybrid-layer-pattern {pattern} {experts}"
-    assert analyzed(capsys, *lengths, *rest.split(), *hybrid.split()) == (
-        analyzed(capsys, *lengths, *rest.split(), *same.split())
-    )
+    assert analyzed(f"{rest} {hybrid}") == analyzed(f"{rest} {same}")
 
 
-def test_gated_delta_nets_add_work_by_token_and_leave_out_chunks(capsys: pytest.CaptureFixture[str]) -> None:
+def test_gated_delta_nets_add_work_by_token_and_leave_out_chunks(command, refused):
     """Three nets and four MLPs to a layer with attention: X is as much longer as the weights of a layer are more."""
-    job = "--lengths 20,30,64 --world-size 2 --search none --iterations 1 -- --hidden-size 256 --num-attention-heads 4"
-    job += " --seq-length 64 --global-batch-size 8 --ffn-hidden-size 512 --pipeline-model-parallel-size 2"
-    job += " --linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 32 --linear-value-head-dim 64"
+    job = "analyze --lengths 20,30,64 --world-size 2 --search none --iterations 1 -- --hidden-size 256"
+    job += " --num-attention-heads 4 --seq-length 64 --global-batch-size 8 --pipeline-model-parallel-size 2"
+    job += " --ffn-hidden-size 512 --linear-num-key-heads 2"
+    job += " --linear-num-value-heads 4 --linear-key-head-dim 32 --linear-value-head-dim 64"
     says = {}
     for pattern in ("*-|*-", "G-G-G-*-|G-G-G-*-"):
-        code, out, _ = call(capsys, "analyze", *job.split(), "--hybrid-layer-pattern", pattern)
+        code, out, _ = command(f"{job} --hybrid-layer-pattern {pattern}")
         assert code == 0
         says[pattern] = int(re.search(r"work = d \+ d\*d/([\d,]+)", out)[1].replace(",", ""))  # type: ignore[index]
     attention, mlp = 256 * 256 * 4, 2 * 256 * 512
@@ -185,57 +152,37 @@ def test_gated_delta_nets_add_work_by_token_and_leave_out_chunks(capsys: pytest.
     assert says["G-G-G-*-|G-G-G-*-"] == pytest.approx(says["*-|*-"] * ratio, abs=2)
     assert "documents in chunks: no (not with gated delta nets" in out
     usual, asked = (job.replace("--ffn-hidden-size 512", ffn) for ffn in ("", "--ffn-hidden-size 1024"))
-    nets = "--hybrid-layer-pattern", "G-G-*-"
-    assert call(capsys, "analyze", *usual.split(), *nets) == call(capsys, "analyze", *asked.split(), *nets)
-    code, _, err = call(capsys, "analyze", "--lengths", "20,30", "--window", "64", "--model", "7B", *nets)
-    assert code == 2 and "--hybrid-layer-pattern with G needs --hidden-size" in err
+    nets = "--hybrid-layer-pattern G-G-*-"
+    assert command(f"{usual} {nets}") == command(f"{asked} {nets}")
+    shown = refused(f"analyze --lengths 20,30 --window 64 --model 7B {nets}")
+    assert "--hybrid-layer-pattern with G needs --hidden-size" in shown
 
 
-def test_what_the_prediction_leaves_out_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_prediction_leaves_out_is_noted(command):
     own = "analyze --no-split --iterations 1 --lengths 20,30,64 --world-size 1 --"
     more = "--fp8-format hybrid --lr 1e-4 --profile --wlb-log x --wlb-graph-seconds=5 --wlb-packng original"
-    code, out, _ = call(capsys, *own.split(), *JOB.split(), *more.split())
+    code, out, _ = command(f"{own} {JOB} {more}")
     assert code == 0 and out.count("note: ") == 3
     assert "note: --fp8-format is not predicted: times are of bf16" in out
     for flag in ("--graph-seconds", "--packng"):
         assert f"note: {flag} is not predicted: wlb_megatron has no such flag" in out
 
 
-@pytest.mark.parametrize(
-    ("own", "job", "message"),
-    [
-        ("--lengths 8,9", JOB, "give --world-size before --"),
-        (
-            "--lengths 8,9 --world-size 3",
-            JOB,
-            "--global-batch-size 8 is not a multiple of the data-parallel size 3",
-        ),
-        ("--world-size 1", JOB, "no documents: give --lengths, or the job's --data-path"),
-        ("--world-size 1 --lengths 8,9 --micro-batches 2", JOB, "say the same: give one"),
-        ("--world-size 1 --lengths 8,9 --lr 1", JOB, "unrecognized arguments: --lr 1"),
-        ("--world-size 1 --lengths 8,9", f"make {JOB}", "no training script"),
-        ("--world-size 2 --dp 1 --lengths 8,9", JOB, "--dp 1 is not what --world-size 2 says (2)"),
-        (
-            "--world-size 1 --lengths 8,9",
-            JOB.replace("--seq-length 64", ""),
-            "--seq-length (or --window) is required",
-        ),
-    ],
-)
-def test_a_command_that_does_not_say_all_is_refused_in_one_line(
-    own: str, job: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, out, err = call(capsys, "analyze", *own.split(), "--", *job.split())
-    assert (code, out, err.count("\n")) == (2, "", 1) and message in err, err
+def test_a_command_that_does_not_say_all_is_refused_in_one_line(refused):
+    own = "analyze --world-size 1"
+    assert "no documents: give --lengths, or the job's --data-path" in refused(f"{own} -- {JOB}")
+    assert "--seq-length (or --window) is required" in refused(
+        f"{own} --lengths 8,9 -- {JOB.replace('--seq-length 64', '')}"
+    )
 
 
-def test_a_blend_is_packed_in_the_order_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_blend_is_packed_in_the_order_of_training(tmp_path, monkeypatch):
     """The pieces are those of a stream over the same corpora and weights, whichever flag names them."""
     random = np.random.default_rng(5)
     lengths = [random.integers(1, 64, 90), random.integers(1, 20, 50)]
     paths = [str(tmp_path / name) for name in "ab"]
     for path, tokens in zip(paths, lengths, strict=True):
-        write_index(Path(path), tokens)
+        write_index(Path(f"{path}.idx"), tokens)
     words = f"0.3 {paths[0]} 0.7 {paths[1]}"
     (tmp_path / "words").write_text(words)
     (tmp_path / "parts").write_text(json.dumps({"train": words.split(), "valid": [], "test": []}))
@@ -260,3 +207,61 @@ def test_a_blend_is_packed_in_the_order_of_training(tmp_path: Path, monkeypatch:
         stream = DocumentStream(corpora, Rules(64, seed=7, endless=True))
         arrived = planned.pop()
         assert len(arrived) > 200 and arrived == [stream.next() for _ in arrived]
+
+
+DRY = """
+--num-layers 8 --hidden-size 256 --ffn-hidden-size 512 --num-attention-heads 4 --swiglu --normalization RMSNorm
+--position-embedding-type rope --disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0
+--hidden-dropout 0 --seq-length 1024 --max-position-embeddings 1024 --tensor-model-parallel-size 2
+--sequence-parallel --context-parallel-size 2 --pipeline-model-parallel-size 2 --micro-batch-size 1
+--global-batch-size 16 --bf16 --use-distributed-optimizer --overlap-grad-reduce --tokenizer-type NullTokenizer
+--vocab-size 257 --train-iters 100 --lr 1e-3 --eval-iters 0 --num-workers 0 --split 100,0,0
+--recompute-granularity full --recompute-method uniform --recompute-num-layers 1
+--no-gradient-accumulation-fusion
+"""
+
+
+@pytest.fixture
+def job(tmp_path):
+    lengths = np.minimum(np.random.default_rng(3).lognormal(5.0, 1.2, 900), 1024).astype(np.int64) + 1
+    write_index(tmp_path / "corpus.idx", lengths)
+    (tmp_path / "corpus.bin").write_bytes(bytes(2 * int(lengths.sum())))
+    return f"{DRY} --data-path {tmp_path / 'corpus'}"
+
+
+def dry_run(flags: str) -> subprocess.CompletedProcess[str]:
+    """Megatron's parser and the plugin's refusals for any number of GPUs, in one process without one."""
+    devices = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **devices}
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        environment.pop(name, None)
+    line = [sys.executable, "-m", "wlb_megatron.pretrain_gpt", *flags.split(), "--wlb-dry-run"]
+    return subprocess.run(line, capture_output=True, text=True, env=environment, timeout=200, cwd=ROOT)
+
+
+@pytest.mark.megatron
+def test_a_dry_run_prints_what_is_set_and_what_analyze_predicts(job, printed):
+    done = dry_run(f"{job} --wlb-world-size 64")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "data-parallel size: 8" in done.stdout and "sets --calculate-per-token-loss True" in done.stdout
+    out = printed(f"analyze --no-split --search none --world-size 64 --gpu-memory 80 -- {job}")
+    _, verdict = done.stdout.split(out)
+    assert verdict.startswith("> wlb_megatron: Megatron and the plugin take these flags on 64 GPUs")
+    assert "predicted speed-up" in out and "of activations" in out
+    assert "flags: " not in out, "nothing else was tried"
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ("--wlb-world-size 12", "world size"),
+        ("--wlb-world-size 24", "global_batch_size"),
+        ("--wlb-world-size 8 --attention-dropout 0.1", "--attention-dropout"),
+        ("", "--wlb-dry-run needs --wlb-world-size"),
+    ],
+)
+def test_a_dry_run_of_flags_that_are_refused_exits_with_2_and_the_line(flags, line, job):
+    done = dry_run(f"{job} {flags}")
+    assert done.returncode == 2, done.stdout[-500:]
+    assert line in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr
