@@ -1,15 +1,20 @@
-"""A job given to analyze decides about chunks as Megatron's arguments do in training."""
+"""A job given to analyze decides about chunks as Megatron's arguments do in training, and is tried by dry runs."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from plan_checks import validate_groups
+from test_cli import ROOT
+from test_documents_indexed import write_index
 
 from wlb_megatron.dynamic.plan import Stage
 from wlb_megatron.errors import WlbError
@@ -229,3 +234,61 @@ def test_layers_without_experts_are_counted_by_megatrons_patterns(pattern: str) 
     for wrong in ("[1,1]*2+", "²", "[2,0,0,0]", "[1]*1000000000", "len([1])*[1,0,0,0]"):
         with pytest.raises(WlbError, match="neither a number nor a list"):
             job(f"--num-layers 4 --num-experts 8 --moe-layer-freq {wrong}")
+
+
+DRY = """
+--num-layers 8 --hidden-size 256 --ffn-hidden-size 512 --num-attention-heads 4 --swiglu --normalization RMSNorm
+--position-embedding-type rope --disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0
+--hidden-dropout 0 --seq-length 1024 --max-position-embeddings 1024 --tensor-model-parallel-size 2
+--sequence-parallel --context-parallel-size 2 --pipeline-model-parallel-size 2 --micro-batch-size 1
+--global-batch-size 16 --bf16 --use-distributed-optimizer --overlap-grad-reduce --tokenizer-type NullTokenizer
+--vocab-size 257 --train-iters 100 --lr 1e-3 --eval-iters 0 --num-workers 0 --split 100,0,0
+--recompute-granularity full --recompute-method uniform --recompute-num-layers 1
+--no-gradient-accumulation-fusion
+"""
+
+
+@pytest.fixture
+def launched(tmp_path):
+    lengths = np.minimum(np.random.default_rng(3).lognormal(5.0, 1.2, 900), 1024).astype(np.int64) + 1
+    write_index(tmp_path / "corpus.idx", lengths)
+    (tmp_path / "corpus.bin").write_bytes(bytes(2 * int(lengths.sum())))
+    return f"{DRY} --data-path {tmp_path / 'corpus'}"
+
+
+def dry_run(flags: str) -> subprocess.CompletedProcess[str]:
+    """Megatron's parser and the plugin's refusals for any number of GPUs, in one process without one."""
+    devices = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **devices}
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        environment.pop(name, None)
+    line = [sys.executable, "-m", "wlb_megatron.pretrain_gpt", *flags.split(), "--wlb-dry-run"]
+    return subprocess.run(line, capture_output=True, text=True, env=environment, timeout=200, cwd=ROOT)
+
+
+@pytest.mark.megatron
+def test_a_dry_run_prints_what_is_set_and_what_analyze_predicts(launched, printed):
+    done = dry_run(f"{launched} --wlb-world-size 64")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "data-parallel size: 8" in done.stdout and "sets --calculate-per-token-loss True" in done.stdout
+    out = printed(f"analyze --no-split --search none --world-size 64 --gpu-memory 80 -- {launched}")
+    _, verdict = done.stdout.split(out)
+    assert verdict.startswith("> wlb_megatron: Megatron and the plugin take these flags on 64 GPUs")
+    assert "predicted speed-up" in out and "of activations" in out
+    assert "flags: " not in out, "nothing else was tried"
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ("--wlb-world-size 12", "world size"),
+        ("--wlb-world-size 24", "global_batch_size"),
+        ("--wlb-world-size 8 --attention-dropout 0.1", "--attention-dropout"),
+        ("", "--wlb-dry-run needs --wlb-world-size"),
+    ],
+)
+def test_a_dry_run_of_flags_that_are_refused_exits_with_2_and_the_line(flags, line, launched):
+    done = dry_run(f"{launched} {flags}")
+    assert done.returncode == 2, done.stdout[-500:]
+    assert line in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr

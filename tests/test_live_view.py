@@ -272,7 +272,7 @@ def test_the_live_prediction_is_the_simulators_where_all_ranks_have_like_documen
 @pytest.mark.parametrize("recompute", [None, "full"])
 def test_a_runs_log_predicts_the_speed_up_that_analyze_does(recompute, tmp_path, reported):
     """Two runs with one profile, as set and in arrival order: milliseconds of their logs, over their tokens. A dry run
-    prints what analyze does (test_launch_command.py)."""
+    prints what analyze does (test_job_flags.py)."""
     lengths = np.minimum(np.random.default_rng(5).lognormal(8.5, 1.3, 400), 32768).astype(np.int64) + 1
     write_index(tmp_path / "corpus.idx", lengths)
     (tmp_path / "corpus.bin").write_bytes(bytes(2 * int(lengths.sum())))
