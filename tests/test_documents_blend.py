@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from itertools import pairwise
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_documents_indexed import write_index
 
 from wlb_megatron.documents.blend import SPLITS, Blend, parse_blend, split_bounds
 from wlb_megatron.documents.corpus import Corpus, Rules
@@ -20,25 +20,15 @@ from wlb_megatron.errors import WlbError
 def write_corpus(path: Path, lengths: list[int], first_token: int) -> str:
     """One sequence a document; tokens count up from first_token."""
     tokens = np.arange(first_token, first_token + sum(lengths), dtype="<u2")
-    offsets = 2 * np.cumsum([0, *lengths])[:-1]
-    n = len(lengths)
     path.with_suffix(".bin").write_bytes(tokens.tobytes())
-    path.with_suffix(".idx").write_bytes(
-        b"MMIDIDX\0\0"
-        + struct.pack("<QBQQ", 1, 8, n, n + 1)
-        + np.array(lengths, "<i4").tobytes()
-        + offsets.astype("<i8").tobytes()
-        + np.arange(n + 1, dtype="<i8").tobytes()
-    )
+    write_index(path.with_suffix(".idx"), lengths)
     return str(path)
 
 
 @pytest.fixture
 def two(tmp_path: Path) -> list[str]:
-    return [
-        write_corpus(tmp_path / "a", [3, 0, 2, 4, 1], 100),
-        write_corpus(tmp_path / "b", [5, 5, 6], 200),
-    ]
+    first = write_corpus(tmp_path / "a", [3, 0, 2, 4, 1], 100)
+    return [first, write_corpus(tmp_path / "b", [5, 5, 6], 200)]
 
 
 def test_ids_run_on_over_the_corpora_and_read_their_tokens(two: list[str]) -> None:
