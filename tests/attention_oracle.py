@@ -71,6 +71,31 @@ def one_document_at_a_time(lengths, x: Tensors, scale=SCALE, window=None, sink=N
     return out.detach(), *grads
 
 
+def each_sequence(q, k, v, bounds, scale, seen):
+    """What a stand-in for kernels computes a packed sequence by, with keys and values repeated for the queries' heads.
+
+    bounds: slices of queries' rows and of keys' rows; seen: from their numbers, [queries, keys], whether one sees the
+    other. Yields both slices, keys, values, and masked scores [heads, queries, keys].
+    """
+    for rows, keys in bounds:
+        key, value = (x[keys].repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q[rows], key) * scale
+        hidden = ~seen(rows.stop - rows.start, keys.stop - keys.start)
+        yield rows, keys, key, value, scores.masked_fill(hidden, float("-inf"))
+
+
+def sequence_gradients(scores, lse, delta, q, key, value, dout, kv_heads):
+    """dq, dk, dv of a sequence whose queries may see other keys elsewhere; dq and dk without the scale of scores.
+
+    lse, delta: [heads, queries], of all keys: log-sum-exp, and the sum of the output times its gradient.
+    """
+    probs = torch.exp(scores - lse[..., None])
+    dscores = (torch.einsum("qhd,khd->hqk", dout, value) - delta[..., None]) * probs
+    pairs = ((dscores, q), (probs, dout))
+    grads = (torch.einsum("hqk,qhd->khd", *pair).unflatten(1, (kv_heads, -1)).sum(2) for pair in pairs)
+    return torch.einsum("hqk,khd->qhd", dscores, key), *grads
+
+
 @dataclass
 class ThreadGroup:
     """All-to-all between threads that stand for ranks."""

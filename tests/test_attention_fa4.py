@@ -15,11 +15,13 @@ import torch
 from attention_oracle import (
     SCALE,
     any_plans,
+    each_sequence,
     largest_error,
     on_all_ranks,
     one_document_at_a_time,
     padded,
     random_tensors,
+    sequence_gradients,
 )
 from hypothesis import given, settings
 
@@ -42,31 +44,18 @@ class Asked:
         self.rounded = defaultdict(list)  # by thread, since each rank is one
         self.launched = []
 
-    def forward(
-        self,
-        q,
-        k,
-        v,
-        *,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        softmax_scale,
-        causal,
-        window_size_left,
-        return_lse,
-    ):
+    def forward(self, q, k, v, *, softmax_scale, causal, window_size_left, return_lse, **sizes):
         assert return_lse
         self.functions += 1
-        self._check(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        self._check(q, k, v, **sizes)
         out = q.new_full((*q.shape[:2], v.shape[-1]), float("nan"))
         lse = q.new_full((q.shape[1], len(q)), float("nan"))
-        inputs = q.detach(), k, v, out, lse, softmax_scale, cu_seqlens_q, cu_seqlens_k
+        ends = sizes["cu_seqlens_q"], sizes["cu_seqlens_k"]
         kernel = partial(self._attend, causal, window_size_left)
         rest = None, None, None, window_size_left, None, None, None, "aux", None, None
-        one_tile = max_seqlen_q * (q.shape[1] // k.shape[1]) <= 192
-        self._launch(0, (*self._choice(causal, window_size_left, q, k, v), one_tile), kernel, *inputs, *rest)
+        one_tile = sizes["max_seqlen_q"] * (q.shape[1] // k.shape[1]) <= 192
+        choice = *self._choice(causal, window_size_left, q, k, v), one_tile
+        self._launch(0, choice, kernel, q.detach(), k, v, out, lse, softmax_scale, *ends, *rest)
         return out, lse, None, None, None
 
     def backward(
@@ -81,65 +70,39 @@ class Asked:
         softmax_scale,
         causal,
         window_size_left,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
         deterministic,
         dk,
         dv,
+        **sizes,
     ):
         self.functions += 1
-        self._check(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        self._check(q, k, v, **sizes)
         assert out.shape == dout.shape == (*q.shape[:2], v.shape[-1])
         assert lse.shape == (q.shape[1], len(q)) and lse.is_contiguous()
         assert dk.shape == k.shape and dv.shape == v.shape
-        rows, keys = (
-            (len(x) + len(bounds) * tile - 1) // tile * tile
-            for x, bounds, tile in ((q, cu_seqlens_q, 8), (k, cu_seqlens_k, 16))
-        )
-        dq, grouped, dim, v_dim = torch.full_like(q, float("nan")), q.shape[1] > k.shape[1], 32, 32
-        while dim < q.shape[-1]:
-            dim += 32
-        while v_dim < v.shape[-1]:
-            v_dim += 32
+        cu_q, cu_k = sizes["cu_seqlens_q"], sizes["cu_seqlens_k"]
+        rows, keys = self._room(q, cu_q, 8), self._room(k, cu_k, 16)
+        dim, v_dim = (max(32, -(-x.shape[-1] // 32) * 32) for x in (q, v))
+        dq, grouped = torch.full_like(q, float("nan")), q.shape[1] > k.shape[1]
         dpsum, weights = q.new_empty(2, q.shape[1], rows)
-        sums = [q.new_empty(q.shape[1], rows * dim)]
-        sums += (
-            [q.new_zeros(k.shape[1], keys * dim), q.new_zeros(k.shape[1], keys * v_dim)]
-            if grouped
-            else [dk, dv]
-        )
+        sums = [q.new_empty(q.shape[1], rows * dim), dk, dv]
+        if grouped:
+            sums[1:] = (k.new_zeros(k.shape[1], keys * channels) for channels in (dim, v_dim))
         choice = *self._choice(causal, window_size_left, q, k, v), 0 in dout.stride()
+        rest = *[None] * 4, 1.0, None, None
         self._launch(
-            1,
-            (q.dtype, dim, v_dim),
-            self._prepare,
-            out,
-            dout,
-            dpsum,
-            lse,
-            weights,
-            sums[0],
-            cu_seqlens_q,
-            *[None] * 4,
-            1.0,
-            None,
-            None,
+            1, (q.dtype, dim, v_dim), self._prepare, out, dout, dpsum, lse, weights, sums[0], cu_q, *rest
         )
         semaphore = "semaphore" if deterministic else None
-        inputs = q.detach(), k, v, dout, weights, dpsum, *sums, softmax_scale, cu_seqlens_q, cu_seqlens_k
+        inputs = q.detach(), k, v, dout, weights, dpsum, *sums, softmax_scale, cu_q, cu_k
         rest = None, None, window_size_left, None, semaphore, None, None, "aux", None, None
         kernel = partial(self._pull, causal, window_size_left)
-        one_tile = max_seqlen_q <= 128, max_seqlen_k <= 128
+        one_tile = sizes["max_seqlen_q"] <= 128, sizes["max_seqlen_k"] <= 128
         self._launch(2, (*choice, deterministic, one_tile), kernel, *inputs, *rest)
-        ends = cu_seqlens_q, cu_seqlens_k, cu_seqlens_k
-        for total, gradient, scale, bounds, tile in list(
-            zip(sums, (dq, dk, dv), (softmax_scale, softmax_scale, 1.0), ends, (8, 16, 16), strict=True)
-        )[: 3 if grouped else 1]:
-            self._launch(
-                3, (tile, q.dtype), partial(self._round, tile), total, gradient, scale, bounds, *[None] * 3
-            )
+        results = (dq, softmax_scale, cu_q, 8), (dk, softmax_scale, cu_k, 16), (dv, 1.0, cu_k, 16)
+        for total, (gradient, scale, bounds, tile) in zip(sums, results[: 3 if grouped else 1], strict=False):
+            kernel = partial(self._round, tile)
+            self._launch(3, (tile, q.dtype), kernel, total, gradient, scale, bounds, *[None] * 3)
         return dq, dk, dv
 
     def _launch(self, cache, key, kernel, *arguments):
@@ -163,7 +126,7 @@ class Asked:
         assert rest == (None, None, None, left, None, None, None, "aux", None, None)
         assert not q.requires_grad
         self.calls.append({"q": q, "k": k, "v": v, "causal": causal, "window": left})
-        for rows, _, _, values, scores, _ in self._each(q, k, v, cu_q, cu_k, scale, causal, left):
+        for rows, _, _, values, scores in self._each(q, k, v, cu_q, cu_k, scale, causal, left):
             lse[:, rows] = scores.logsumexp(-1)
             out[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
 
@@ -181,35 +144,26 @@ class Asked:
         if dk is not k and dk.shape == k.shape:
             self.calls.append({"dk": dk, "dv": dv, "deterministic": self.deterministic})
         queries, keys = self._places(cu_q, 8), self._places(cu_k, 16)
-        for (rows, place), (seen, spot), each in zip(
-            queries, keys, self._each(q, k, v, cu_q, cu_k, scale, causal, left), strict=True
-        ):
-            _, _, key, values, scores, repeat = each
-            probs = torch.exp(scores - weights[:, place, None])
-            dscores = torch.einsum("qhd,khd->hqk", dout[rows], values) - dpsum[:, place, None]
-            dscores = dscores * probs
-            self._padded(dq, q.shape[1], dpsum.shape[1])[:, place, : q.shape[-1]] += torch.einsum(
-                "hqk,khd->hqd", dscores, key
+        each = self._each(q, k, v, cu_q, cu_k, scale, causal, left)
+        for (_, place), (_, spot), (rows, seen, key, values, scores) in zip(queries, keys, each, strict=True):
+            sums = weights[:, place], dpsum[:, place]
+            q_grad, *kv_grads = sequence_gradients(
+                scores, *sums, q[rows], key, values, dout[rows], k.shape[1]
             )
-            for total, grad in (
-                (dk, torch.einsum("hqk,qhd->khd", dscores, q[rows])),
-                (dv, torch.einsum("hqk,qhd->khd", probs, dout[rows])),
-            ):
-                grad = grad.unflatten(1, (-1, repeat)).sum(2)
+            self._padded(dq, q.shape[1], dpsum.shape[1])[:, place, : q.shape[-1]] += q_grad.transpose(0, 1)
+            for total, grad in zip((dk, dv), kv_grads, strict=True):
                 if total.dim() == 3:
                     total[seen] = grad * (scale if total is dk else 1)
                 else:
-                    room = (len(k) + len(cu_k) * 16 - 1) // 16 * 16
-                    self._padded(total, k.shape[1], room)[:, spot, : grad.shape[-1]] += grad.transpose(0, 1)
+                    padded = self._padded(total, k.shape[1], self._room(k, cu_k, 16))
+                    padded[:, spot, : grad.shape[-1]] += grad.transpose(0, 1)
 
     def _round(self, tile, total, gradient, scale, bounds, *rest):
         assert rest == (None, None, None)
-        room = (len(gradient) + len(bounds) * tile - 1) // tile * tile
+        padded = self._padded(total, gradient.shape[1], self._room(gradient, bounds, tile))
         for rows, place in self._places(bounds, tile):
-            padded = self._padded(total, gradient.shape[1], room)
-            gradient[rows] = (
-                (padded[:, place, : gradient.shape[-1]] * scale).transpose(0, 1).to(gradient.dtype)
-            )
+            rounded = (padded[:, place, : gradient.shape[-1]] * scale).to(gradient.dtype)
+            gradient[rows] = rounded.transpose(0, 1)
         rounded = self.rounded[get_ident()]
         if tile == 16:
             rounded.append(gradient)
@@ -219,9 +173,14 @@ class Asked:
             rounded.clear()
 
     @staticmethod
+    def _room(x, bounds, tile):
+        """Rows of a buffer for x in which each sequence begins at a multiple of the tile."""
+        return (len(x) + len(bounds) * tile - 1) // tile * tile
+
+    @staticmethod
     def _padded(total, heads, room):
         assert total.shape[0] == heads and total.is_contiguous()
-        return total.view(heads, room, -1)
+        return total.view(heads, room, -1 if room else 0)
 
     @staticmethod
     def _places(bounds, tile):
@@ -233,13 +192,14 @@ class Asked:
         return found
 
     @staticmethod
-    def _check(q, k, v, cu_q, cu_k, max_q, max_k):
+    def _check(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
         """What interface.py asserts, and what its kernels take for granted: strides of whole 16 bytes."""
         for x in (q, k, v):
             assert x.stride(-1) == 1 and not x.data_ptr() % 16
             assert not any(stride * x.element_size() % 16 for stride in x.stride()[:-1]), x.stride()
         assert k.shape == (*v.shape[:-1], q.shape[-1]) and q.shape[1] % k.shape[1] == 0
-        for bounds, rows, longest in ((cu_q, q, max_q), (cu_k, k, max_k)):
+        sides = (cu_seqlens_q, q, max_seqlen_q), (cu_seqlens_k, k, max_seqlen_k)
+        for bounds, rows, longest in sides:
             assert bounds.dtype == torch.int32 and bounds.is_contiguous()
             assert bounds[-1] == len(rows), "no rows to spare"
             assert isinstance(longest, int) and all(longest >= size for size in bounds.diff().tolist())
@@ -247,17 +207,14 @@ class Asked:
     @staticmethod
     def _each(q, k, v, cu_q, cu_k, scale, causal, left):
         """The mask is bottom-right: query i of n sees keys up to m - n + i of m, with a window the last left + 1."""
-        repeat = q.shape[1] // k.shape[1]
-        for at in range(len(cu_q) - 1):
-            rows, keys = slice(int(cu_q[at]), int(cu_q[at + 1])), slice(int(cu_k[at]), int(cu_k[at + 1]))
-            n, m = rows.stop - rows.start, keys.stop - keys.start
+
+        def seen(n, m):
             far = torch.arange(n)[:, None] + m - n - torch.arange(m)
             shown = (far >= 0) if causal else torch.ones_like(far, dtype=torch.bool)
-            if left is not None:
-                shown &= far <= left
-            key, values = (x[keys].repeat_interleave(repeat, dim=1) for x in (k, v))
-            scores = torch.einsum("qhd,khd->hqk", q[rows], key) * scale
-            yield rows, keys, key, values, scores.masked_fill(~shown, float("-inf")), repeat
+            return shown if left is None else shown & (far <= left)
+
+        queries, keys = ([slice(*ends) for ends in pairwise(cu.tolist())] for cu in (cu_q, cu_k))
+        return each_sequence(q, k, v, zip(queries, keys, strict=True), scale, seen)
 
 
 @pytest.fixture(scope="module")
@@ -478,8 +435,12 @@ def test_lengths_are_told_long_enough_for_one_kernel_to_serve_all(asked, monkeyp
     assert [arguments["max_seqlen_q"] for arguments in calls] == [512, 600]
 
 
-def test_the_installed_package_takes_what_the_stand_in_takes():
+def test_the_installed_package_takes_what_the_stand_in_takes(monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "flash_attn"]:
+        monkeypatch.delitem(sys.modules, name)  # the stand-in, which `asked` leaves for the whole file
     real = pytest.importorskip(NAME)
     for name, stand_in in (("_flash_attn_fwd", Asked.forward), ("_flash_attn_bwd", Asked.backward)):
-        ours = [parameter for parameter in inspect.signature(stand_in).parameters if parameter != "self"]
-        assert set(ours) <= set(inspect.signature(getattr(real, name)).parameters), name
+        ours = (
+            inspect.signature(stand_in).parameters.keys() | inspect.signature(Asked._check).parameters.keys()
+        )
+        assert ours - {"self", "sizes"} <= set(inspect.signature(getattr(real, name)).parameters), name

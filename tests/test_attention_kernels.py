@@ -4,6 +4,7 @@ import importlib
 import math
 import sys
 from dataclasses import replace
+from functools import partial
 from types import ModuleType
 
 import numpy as np
@@ -13,11 +14,13 @@ from attention_oracle import (
     SCALE,
     Member,
     ThreadGroup,
+    each_sequence,
     largest_error,
     on_all_ranks,
     one_document_at_a_time,
     padded,
     random_tensors,
+    sequence_gradients,
 )
 from megatron.core.transformer.enums import AttnMaskType
 
@@ -34,10 +37,10 @@ from wlb_megatron.sharding.select import shard
 from wlb_megatron.simulator.lengths import long_tailed
 
 
-def seen(mask, window, queries, keys, bottom_right):
+def seen(mask, window, queries, keys):
     """True where query i sees key j, by fused_attn_fwd's docstring: keys in [i + d - left, i + d + right]."""
     left, right = (math.inf if size < 0 else size for size in window)
-    shift = keys - queries if bottom_right else 0
+    shift = keys - queries if mask.endswith("bottom_right") else 0
     far = torch.arange(queries)[:, None] + shift - torch.arange(keys)
     inside = (far <= left) & (far >= -right)
     return inside & (far >= 0) if "causal" in mask else inside
@@ -67,17 +70,14 @@ class Asked:
     def __init__(self):
         self.calls = []
 
-    def _each(self, call, cu_q, cu_kv, q, kv):
-        starts_q, starts_kv = call["cu_seqlens_q_padded"].tolist(), call["cu_seqlens_kv_padded"].tolist()
-        sizes_q, sizes_kv = cu_q.diff().tolist(), cu_kv.diff().tolist()
-        mask = call["attn_mask_type"]
-        for at, (n, m) in enumerate(zip(sizes_q, sizes_kv, strict=True)):
-            rows, keys = slice(starts_q[at], starts_q[at] + n), slice(starts_kv[at], starts_kv[at] + m)
-            shown = seen(mask, call["window_size"], n, m, mask.endswith("bottom_right"))
-            repeat = q.shape[1] // kv[0].shape[1]
-            k, v = (x[keys].repeat_interleave(repeat, dim=1) for x in kv)
-            scores = torch.einsum("qhd,khd->hqk", q[rows], k) * call["attn_scale"]
-            yield rows, keys, k, v, scores.masked_fill(~shown, -math.inf), repeat
+    def _each(self, call, cu_q, cu_kv, *tensors):
+        def slices(kind, bounds):
+            starts = call[f"cu_seqlens_{kind}_padded"].tolist()
+            return [slice(start, start + n) for start, n in zip(starts, bounds.diff().tolist(), strict=False)]
+
+        bounds = zip(slices("q", cu_q), slices("kv", cu_kv), strict=True)
+        shown = partial(seen, call["attn_mask_type"], call["window_size"])
+        return each_sequence(*tensors, bounds, call["attn_scale"], shown)
 
     def forward(self, training, max_q, max_kv, cu_q, cu_kv, q, k, v, dtype, backend, **call):
         assert training
@@ -104,7 +104,7 @@ class Asked:
             assert call["qkv_layout"] == "thd_thd_thd" and k.is_contiguous() and v.is_contiguous()
         out = q.new_empty(*q.shape[:2], v.shape[-1])
         stats = torch.empty(*q.shape[:2], 1, dtype=q.dtype)
-        for rows, _, _, values, scores, _ in self._each(call, cu_q, cu_kv, q, (k, v)):
+        for rows, _, _, values, scores in self._each(call, cu_q, cu_kv, q, k, v):
             stats[rows] = scores.logsumexp(-1).T[..., None]
             out[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
         return out, [stats, torch.zeros(2, dtype=torch.int64)]
@@ -125,17 +125,11 @@ class Asked:
         assert stats.shape == (*q.shape[:2], 1)
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         delta = (out * dout).sum(-1)
-        for rows, keys, key, values, scores, repeat in self._each(call, cu_q, cu_kv, q, (k, v)):
-            probs = torch.exp(scores - stats[rows, :, 0].T[..., None])
-            dscores = torch.einsum("qhd,khd->hqk", dout[rows], values) - delta[rows].T[..., None]
-            dscores = dscores * probs * call["attn_scale"]
-            dq[rows] = torch.einsum("hqk,khd->qhd", dscores, key)
-            for whole, grad in (
-                (dk, torch.einsum("hqk,qhd->khd", dscores, q[rows])),
-                (dv, torch.einsum("hqk,qhd->khd", probs, dout[rows])),
-            ):
-                whole[keys] = grad.unflatten(1, (-1, repeat)).sum(2)
-        return dq, dk, dv
+        for rows, keys, key, values, scores in self._each(call, cu_q, cu_kv, q, k, v):
+            sums = stats[rows, :, 0].T, delta[rows].T
+            grads = sequence_gradients(scores, *sums, q[rows], key, values, dout[rows], k.shape[1])
+            dq[rows], dk[keys], dv[keys] = grads
+        return dq * call["attn_scale"], dk * call["attn_scale"], dv
 
 
 @pytest.fixture
