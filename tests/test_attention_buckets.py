@@ -68,8 +68,20 @@ def test_levels_stand_for_every_count_up_to_the_most(most, at):
         assert engines_rows(at) in {engines_rows(level) for level in found}
 
 
-def graph(call):
-    return call.causal, call.window, bucket(len(call.cu_seqlens_q) - 1, *buffer_rows(call))
+def graphs_of(plans, window):
+    """The graphs that ranks need for micro-batches."""
+    calls = []
+    for plan in plans:
+        for rank in range(plan.cp_size):
+            layout = device_layout(attention_layout(plan, rank, window), "cpu")
+            calls += [layout.diagonals, layout.rectangles]
+            calls += [near.call for near in (layout.window, layout.single) if near]
+    made = [(call, bucket(len(call.cu_seqlens_q) - 1, *buffer_rows(call))) for call in calls if call]
+    return {(call.causal, call.window, size) for call, size in made}
+
+
+def buckets(graphs):
+    return {(causal, window, bucket(*size)) for causal, window, size in graphs}
 
 
 @settings(max_examples=200, deadline=None)
@@ -98,16 +110,8 @@ def test_every_graph_that_a_micro_batch_needs_is_foreseen(kind, data):
     chosen = chosen or [1]
     pad = padding(sum(chosen), cp)
     (plan,) = in_fewest_calls([shard(np.array(chosen + [pad] * (pad > 0)), cp, kind)], h100())
-    known = {
-        (causal, near, bucket(*size))
-        for causal, near, size in foreseen(most, cp, 2 * len(plan.lengths), 2 * len(plan.lengths), window)
-    }
-    for rank in range(cp):
-        layout = device_layout(attention_layout(plan, rank, window), "cpu")
-        assert graph(layout.diagonals) in known
-        assert layout.rectangles is None or graph(layout.rectangles) in known
-        assert layout.window is None or graph(layout.window.call) in known
-        assert layout.single is None or graph(layout.single.call) in known
+    segments = 2 * len(plan.lengths)
+    assert graphs_of([plan], window) <= buckets(foreseen(most, cp, segments, segments, window))
 
 
 @pytest.mark.parametrize("kind", ["per-document", "hybrid"])
@@ -119,55 +123,54 @@ def test_every_graph_that_documents_in_chunks_need_is_foreseen(kind, micro_batch
     plans = shard_plans(micro_batches, cp, kind)[1]
     most, prefix = max(plan.tokens for plan in plans), max(int(plan.prefixes.sum()) for plan in plans)
     segments = 2 * max(len(plan.lengths) for plan in plans)
-    known = {
-        (causal, near, bucket(*size))
-        for causal, near, size in foreseen(most, cp, segments, segments, window, prefix=prefix)
-    }
-    for plan in plans:
-        for rank in range(cp):
-            layout = device_layout(attention_layout(plan, rank, window), "cpu")
-            calls = [
-                layout.diagonals,
-                layout.rectangles,
-                *(near and near.call for near in (layout.window, layout.single)),
-            ]
-            assert {graph(call) for call in calls if call} <= known
+    known = buckets(foreseen(most, cp, segments, segments, window, prefix=prefix))
+    assert graphs_of(plans, window) <= known
+
+
+class Watched(TorchKernels):
+    """Notes which way it was called with which call and buffers, and what it was told to expect."""
+
+    def __init__(self):
+        self.expected, self.calls = [], []
+
+    def expect(self, call, q, kv):
+        assert 2 * len(self.expected) == len(self.calls), "expected, then called, each way"
+        self.expected.append((call.equal, q.shape, kv.shape))
+
+    def forward(self, call, q, kv, scale):
+        self.calls.append(("forward", call, len(q), len(kv)))
+        return super().forward(call, q, kv, scale)
+
+    def backward(self, call, q, kv, *rest):
+        self.calls.append(("backward", call, len(q), len(kv)))
+        return super().backward(call, q, kv, *rest)
+
+
+HEADS = {
+    "heads": (2, 1),
+    "dims": (8, 8),
+    "scale": 1.0,
+    "dtype": torch.float32,
+    "device": "cpu",
+}
 
 
 def test_a_warm_up_calls_each_graph_forward_and_backward_and_again_where_recomputed():
-    class Watched(TorchKernels):
-        def __init__(self):
-            self.calls = []
-
-        def forward(self, call, q, kv, scale):
-            self.calls.append(("forward", bucket(len(call.sizes), len(q), len(kv)), call.causal, call.window))
-            return super().forward(call, q, kv, scale)
-
-        def backward(self, call, q, kv, *rest):
-            self.calls.append(
-                ("backward", bucket(len(call.sizes), len(q), len(kv)), call.causal, call.window)
-            )
-            return super().backward(call, q, kv, *rest)
-
     graphs = [
         (True, None, Bucket(32, 100, 100)),
         (False, None, Bucket(64, 2048, 5000)),
         (True, 9, Bucket(32, 7, 9)),
     ]
-    heads = {
-        "heads": (2, 1),
-        "dims": (8, 8),
-        "scale": 1.0,
-        "dtype": torch.float32,
-        "device": "cpu",
-    }
     for recompute in (False, True):
         kernels = Watched()
-        warm_up(kernels, graphs, **heads, recompute=recompute)
+        warm_up(kernels, graphs, **HEADS, recompute=recompute)
+        called = [
+            (way, call.causal, call.window, bucket(len(call.sizes), *rows))
+            for way, call, *rows in kernels.calls
+        ]
         for causal, window, size in graphs:
-            at = bucket(*size), causal, window
-            assert kernels.calls.count(("forward", *at)) == 1 + recompute
-            assert kernels.calls.count(("backward", *at)) == 1
+            assert called.count(("forward", causal, window, bucket(*size))) == 1 + recompute
+            assert called.count(("backward", causal, window, bucket(*size))) == 1
 
 
 @pytest.mark.parametrize(("cp", "calls"), [(1, 1), (2, 2), (4, 2), (8, 2)])
@@ -176,16 +179,12 @@ def test_a_document_of_a_window_makes_calls_of_equal_sequences(cp, calls):
     32 x 16. Of more ranks all but the first have two rectangles, of different sizes."""
     plan = shard(np.array([32 * cp]), cp, "per-sequence")
     calls_of_ranks = [repeated(attention_layout(plan, rank), windowed=False) for rank in range(cp)]
-    assert calls_of_ranks[0][0] == (
-        (True, None, Equal(2, 16, 16)) if cp > 1 else (True, None, Equal(1, 32, 32))
-    )
+    assert calls_of_ranks[0][0] == (True, None, Equal(2, 16, 16) if cp > 1 else Equal(1, 32, 32))
     assert calls_of_ranks[-1][0] == (True, None, Equal(1, 32, 32)), "the last rank's two chunks touch"
     assert len(calls_of_ranks[0]) == calls
     if cp == 2:
-        assert [size for rank in calls_of_ranks for _, _, size in rank[1:]] == [
-            Equal(1, 16, 48),
-            Equal(1, 32, 16),
-        ]
+        rectangles = [size for rank in calls_of_ranks for _, _, size in rank[1:]]
+        assert rectangles == [Equal(1, 16, 48), Equal(1, 32, 16)]
     assert repeated(attention_layout(plan, 0), windowed=True) == []
     (near,) = repeated(attention_layout(plan, cp - 1, 8), windowed=True)
     assert near == (True, 8, Equal(1, 32, 32 + 8 * (cp > 1)))
@@ -194,27 +193,16 @@ def test_a_document_of_a_window_makes_calls_of_equal_sequences(cp, calls):
 
 
 def test_a_warm_up_runs_equal_sequences_whole_and_tells_the_kernels_to_expect_them():
-    class Watched(TorchKernels):
-        def __init__(self):
-            self.expected, self.calls = [], []
-
-        def expect(self, call, q, kv):
-            self.expected.append((call.equal, q.shape, kv.shape))
-
-        def forward(self, call, q, kv, scale):
-            assert len(self.expected) == len(self.calls) + 1, "first expected, then called"
-            self.calls.append((call.sizes, call.cu_seqlens_q.tolist(), call.cu_seqlens_kv.tolist()))
-            return super().forward(call, q, kv, scale)
-
     kernels = Watched()
-    heads = {"heads": (2, 1), "dims": (8, 8), "scale": 1.0}
-    graphs = [(True, None, Equal(2, 16, 16)), (False, None, Equal(1, 16, 48))]
-    warm_up(kernels, graphs, **heads, dtype=torch.float32, device="cpu")
+    warm_up(kernels, [(True, None, Equal(2, 16, 16)), (False, None, Equal(1, 16, 48))], **HEADS)
     assert kernels.expected == [
         ((2, 16, 16), (32, 2, 8), (32, 2, 1, 8)),
         ((1, 16, 48), (16, 2, 8), (48, 2, 1, 8)),
     ]
-    assert kernels.calls == [(((16, 16),) * 2, [0, 16, 32], [0, 16, 32]), (((16, 48),), [0, 16], [0, 48])]
+    called = [call for way, call, *_ in kernels.calls if way == "forward"]
+    bounds = [(call.cu_seqlens_q.tolist(), call.cu_seqlens_kv.tolist()) for call in called]
+    assert [call.sizes for call in called] == [((16, 16),) * 2, ((16, 48),)]
+    assert bounds == [([0, 16, 32], [0, 16, 32]), ([0, 16], [0, 48])]
 
 
 def test_a_model_of_windowed_layers_only_builds_no_graph_of_others():

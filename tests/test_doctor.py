@@ -38,15 +38,9 @@ def run(*arguments: str, first_on_path: Path | None = None) -> subprocess.Comple
 def test_a_machine_that_can_train_is_told_so_after_a_self_test() -> None:
     done = run()
     assert done.returncode == 0, done.stdout + done.stderr
-    for line in (
-        "torch: ",
-        "CUDA: ",
-        "Transformer Engine: ",
-        "apex: ",
-        "megatron-core: 0.19.2 in",
-        "symbols",
-        "attention",
-    ):
+    for part in ("torch", "CUDA", "Transformer Engine", "apex"):
+        assert f"{part}: " in done.stdout, part
+    for line in ("megatron-core: 0.19.2 in", "symbols", "attention"):
         assert line in done.stdout, line
     assert "self-test on CPU, CP=2: attention and its gradients equal one document" in done.stdout
     line = "training can start" + (" here" if torch.cuda.is_available() else " where there are GPUs")
@@ -78,10 +72,8 @@ def test_without_torch_the_rest_is_still_told(
     monkeypatch.setattr(checks, "installed_version", lambda name: None if name == "torch" else version(name))
     assert main(["doctor"]) == 2
     printed = capsys.readouterr()
-    assert (
-        f"FIX   torch: missing\n      planning works without it; to train: pip install '{ROOT}[gpu]'"
-        in printed.out
-    )
+    cure = f"planning works without it; to train: pip install '{ROOT}[gpu]'"
+    assert f"FIX   torch: missing\n      {cure}" in printed.out
     assert "megatron-core: " in printed.out and "self-test" not in printed.out
     assert "to fix: torch" in printed.err
 
@@ -172,7 +164,8 @@ def test_a_checkout_without_dataset_helpers_is_told_what_megatrons_own_datasets_
     known -= {"megatron.core.datasets.helpers_cpp"}
     monkeypatch.setattr(checks.shutil, "which", lambda name: f"/usr/bin/{name}")
     finding = checks.dataset_helpers()
-    assert finding.verdict == checks.NOTE and "the plugin does not need them, --wlb-off does" in finding.found
+    assert finding.verdict == checks.NOTE
+    assert "the plugin does not need them, --wlb-off does" in finding.found
     assert "missing" not in finding.cure
     known.clear()
     monkeypatch.setattr(checks.shutil, "which", lambda name: None)
@@ -186,24 +179,9 @@ def test_an_extra_is_installed_from_a_checkout_and_never_from_an_index(
     assert errors.install("gpu") == f"pip install '{ROOT}[gpu]'"
     monkeypatch.setattr(errors, "ROOT", tmp_path)
     assert errors.install("gpu") == "pip install '.[gpu]' in a checkout of this project"
-    named = subprocess.run(
-        [
-            "git",
-            "grep",
-            "-lE",
-            r"install .*wlb.megatron\[",
-            "--",
-            "wlb_megatron",
-            "docs",
-            "README.md",
-            "scripts",
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert named.stdout == ""
+    places = ["--", "wlb_megatron", "docs", "README.md", "scripts"]
+    search = ["git", "grep", "-lE", r"install .*wlb.megatron\[", *places]
+    assert subprocess.run(search, cwd=ROOT, capture_output=True, text=True, check=False).stdout == ""
 
 
 def test_json_holds_what_the_lines_say_and_nothing_else_is_printed(

@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,23 +14,12 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "wlb_megatron"
 PURE = ("workload", "documents", "sft", "pipeline", "packing", "sharding", "dynamic", "simulator")
+PURE_FILES = {
+    f"{name}.py" for name in ("plan", "config", "registry", "arguments", "refusals", "errors", "child")
+}
 MODULES = sorted(PACKAGE.rglob("*.py"))
-FLOORS = (
-    *(
-        "workload",
-        "documents",
-        "sft",
-        "pipeline",
-        "packing",
-        "sharding",
-        "dynamic",
-        "report",
-        "simulator",
-        "attention",
-        "profiler",
-    ),
-    *("analyze", "plugin", "doctor", "cpu"),
-)
+FLOORS = (*PURE[:7], "report", "simulator", "attention", "profiler")
+FLOORS += ("analyze", "plugin", "doctor", "cpu")
 """Folders from the bottom up: each may import those before it, and the package's own files.
 
 `cpu` comes last, so that no other folder imports it: it changes torch.cuda for the whole process."""
@@ -40,10 +30,15 @@ ENTRIES = ("__init__", "cli", "inspect_plans", "launch", "pretrain_gpt", "pretra
 """Files of the package that stand above all folders; the others stand below."""
 
 
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
 def imported(path: Path) -> set[str]:
     """Top-level packages that a file imports anywhere in it."""
     names = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             names |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -59,15 +54,7 @@ def within(path: Path) -> str:
 def test_a_module_imports_only_what_its_part_may(path: Path) -> None:
     names, where = imported(path), within(path)
     part = where.split("/")[0]
-    if part in PURE or where in (
-        "plan.py",
-        "config.py",
-        "registry.py",
-        "arguments.py",
-        "refusals.py",
-        "errors.py",
-        "child.py",
-    ):
+    if part in PURE or where in PURE_FILES:
         assert not names & {"torch", "megatron", "transformer_engine", "triton"}
     if part != "plugin" and where not in ("attention/core_attention.py", "profiler/profiled_layer.py"):
         assert "megatron" not in names
@@ -82,13 +69,14 @@ def name_of(path: Path) -> str:
     return within(path).removesuffix(".py").replace("/", ".").removesuffix(".__init__")
 
 
+@cache
 def arrows() -> dict[str, set[str]]:
     """The package's own files that each of them imports anywhere in it, as `name_of` has them."""
     names = {name_of(path) for path in MODULES}
     imports: dict[str, set[str]] = {}
     for path in MODULES:
         imports[name_of(path)] = own = set()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes(path):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "wlb_megatron":
                 part = node.module.removeprefix("wlb_megatron").removeprefix(".")
                 for alias in node.names:
@@ -128,13 +116,12 @@ def test_no_file_imports_upwards() -> None:
         top = len(FLOORS) + 1
         return FLOORS.index(first) + 1 if first in FLOORS else top if first in ENTRIES else 0
 
-    upwards = [
+    pairs = [(name, other) for name, others in arrows().items() for other in others]
+    assert not [
         f"{name} imports {other}"
-        for name, others in arrows().items()
-        for other in others
+        for name, other in pairs
         if floor(other) > floor(name) and not name.endswith("__main__")
     ]
-    assert not upwards
 
 
 def test_no_folder_of_the_plugin_imports_upwards() -> None:
@@ -160,14 +147,14 @@ def test_the_rule_covers_the_parts_it_speaks_of() -> None:
 
 
 def test_importing_the_plans_brings_neither_torch_nor_megatron() -> None:
-    script = """
+    script = f"""
 import pkgutil, importlib, sys
 import wlb_megatron
-for part in ("workload", "documents", "sft", "pipeline", "packing", "sharding", "dynamic", "simulator"):
-    package = importlib.import_module(f"wlb_megatron.{part}")
-    for module in pkgutil.walk_packages(package.__path__, f"wlb_megatron.{part}."):
+for part in {PURE}:
+    package = importlib.import_module("wlb_megatron." + part)
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         importlib.import_module(module.name)
-assert not {"torch", "megatron", "transformer_engine"} & set(sys.modules), sorted(sys.modules)
+assert not {{"torch", "megatron", "transformer_engine"}} & set(sys.modules), sorted(sys.modules)
 """
     subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)
 
@@ -236,26 +223,29 @@ AS_MEGATRON_CALLS = ("plugin/plans/resume.py", "plugin/logs/flops.py")
 """Wrappers of functions of Megatron's that have its arguments as a parameter."""
 
 
+@cache
+def functions() -> list[tuple[Path, ast.FunctionDef]]:
+    return [(path, node) for path in MODULES for node in nodes(path) if isinstance(node, ast.FunctionDef)]
+
+
+def parameters_of(function: ast.FunctionDef) -> list[ast.arg]:
+    return [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+
+
 def test_megatrons_arguments_go_no_further_than_the_door() -> None:
-    modules = set()
-    for path in MODULES:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.FunctionDef) and node.name != "__torch_function__":
-                parameters = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-                annotations = [parameter.annotation for parameter in parameters if parameter.arg == "args"]
-                if any(
-                    isinstance(parameter, ast.Name) and parameter.id == "Any" for parameter in annotations
-                ):
-                    modules.add(within(path))
+    def takes_arguments(function: ast.FunctionDef) -> bool:
+        annotations = [one.annotation for one in parameters_of(function) if one.arg == "args"]
+        return any(getattr(annotation, "id", "") == "Any" for annotation in annotations)
+
+    named = [(path, function) for path, function in functions() if function.name != "__torch_function__"]
+    modules = {within(path) for path, function in named if takes_arguments(function)}
     beyond = {where for where in modules if not where.startswith("plugin/flags/")}
     assert beyond == {*TAKES_FLAGS, *AS_MEGATRON_CALLS}
 
 
 MOST_PARAMETERS = 8
 LONG_SIGNATURES = {
-    "_merge",
-    "_spread",
-    "_sum_pairs",
+    *("_merge", "_spread", "_sum_pairs"),
     *("choose_chunks", "gpu_memory", "inspect_plans", "make_packer", "_make_varlen"),
     *("plan_job", "plan_step", "sharded_attention"),
 }
@@ -263,15 +253,10 @@ LONG_SIGNATURES = {
 
 
 def test_functions_take_records_not_many_arguments() -> None:
-    taking_many = {
-        node.name
-        for path in MODULES
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.FunctionDef)
-        and len(
-            {argument.arg for argument in node.args.posonlyargs + node.args.args + node.args.kwonlyargs}
-            - {"self", "cls"}
+    def many(function: ast.FunctionDef) -> bool:
+        return (
+            len({parameter.arg for parameter in parameters_of(function)} - {"self", "cls"}) > MOST_PARAMETERS
         )
-        > MOST_PARAMETERS
-    }
+
+    taking_many = {function.name for _, function in functions() if many(function)}
     assert taking_many <= LONG_SIGNATURES
