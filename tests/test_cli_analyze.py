@@ -35,6 +35,7 @@ from wlb_megatron.workload.memory import Layout, Model, memory_needed
 pytestmark = pytest.mark.usefixtures("quick_thresholds")
 
 QUADRATIC_AT = 40.0
+CONFIG = WlbConfig(quadratic_at=QUADRATIC_AT)
 
 
 def some_lengths(count: int = 3000, largest: int = 64) -> np.ndarray:
@@ -158,9 +159,8 @@ def test_every_figure_equals_what_the_printed_plans_give(
     flat |= {"largest": after["micro_batch_tokens"]["max"], "largest delay": after["token_delay"]["max"]}
     flat["largest iteration"] = after["iteration_tokens"]["max"]
     flat["long"] = after["long_documents_weight"]
-    if (
-        packing != "varlen"
-    ):  # pieces cut twice in one micro-batch have one id: the print does not show their ranks
+    # Pieces cut twice in one micro-batch have one id: the print does not show their ranks.
+    if packing != "varlen":
         del flat["cp_imbalance"]
     assert flat == pytest.approx({key: expected[key] for key in flat}, rel=1e-4)
     assert after["iterations"] == 20
@@ -199,10 +199,8 @@ def test_equal_token_weights_are_reported_and_reach_the_flags(tmp_path, printed,
 def test_before_is_arrival_order_by_sequence_whatever_the_settings() -> None:
     layout = Layout(context=2)
     lengths = some_lengths()
-    first = analyze(
-        lengths, WlbConfig(quadratic_at=QUADRATIC_AT), layout, micro_batches=2, iterations=5, seed=1
-    )
-    plain = WlbConfig(quadratic_at=QUADRATIC_AT, packing="original", sharding="per-sequence")
+    first = analyze(lengths, CONFIG, layout, micro_batches=2, iterations=5, seed=1)
+    plain = replace(CONFIG, packing="original", sharding="per-sequence")
     second = analyze(lengths, plain, layout, micro_batches=2, iterations=5, seed=1)
     assert figures(first.before) == figures(second.before) == figures(second.after)
     assert second.speedup == 1.0
@@ -216,21 +214,17 @@ def test_balancing_is_predicted_to_help_long_tails_and_not_to_hurt_equal_lengths
         micro_batch_cost=0.0,
         chunks="off",
     )
-    layout = Layout(context=2, pipeline=4)
-    uneven = analyze(
-        1024 * some_lengths(), config, layout, window=65536, micro_batches=4, iterations=40, seed=1
-    )
+
+    def predicted(config: WlbConfig, lengths: np.ndarray) -> Analysis:
+        layout = Layout(context=2, pipeline=4)
+        return analyze(lengths, config, layout, window=65536, micro_batches=4, iterations=40, seed=1)
+
+    uneven = predicted(config, 1024 * some_lengths())
     assert uneven.after.imbalance.mean < uneven.before.imbalance.mean - 0.05
     assert uneven.equal_work_speedup > 1.0, "the bubble stays: evenness alone gains little"
     free = replace(config, micro_batches_per_window="auto", micro_batch_cost=2048.0)
-    assert (
-        analyze(
-            1024 * some_lengths(), free, layout, window=65536, micro_batches=4, iterations=40, seed=1
-        ).speedup
-        > 1.05
-    )
-    even = replace(config, sharding="adaptive")
-    equal = analyze(np.full(500, 16384), even, layout, window=65536, micro_batches=4, iterations=40, seed=1)
+    assert predicted(free, 1024 * some_lengths()).speedup > 1.05
+    equal = predicted(replace(config, sharding="adaptive"), np.full(500, 16384))
     assert equal.speedup == pytest.approx(1.0, abs=0.01)
 
 
@@ -357,6 +351,11 @@ def test_parts_that_do_not_fit_the_memory_are_left_out(reported):
     assert report["fits"]["in_chunks"] and report["fits"]["micro_batch"] == report["max_tokens"] < 98304
 
 
+@pytest.fixture
+def analysis() -> Analysis:
+    return analyze(some_lengths(), CONFIG, Layout(tensor=8), micro_batches=2, iterations=6, seed=1)
+
+
 def test_what_is_predicted_slower_is_not_recommended():
     lengths = np.full(400, 64)
     config = WlbConfig(quadratic_at=QUADRATIC_AT, packing="fixed-greedy", sharding="per-sequence")
@@ -389,18 +388,16 @@ def test_a_gain_of_nothing_is_said_not_to_be_worth_it(printed):
     assert out.splitlines()[-1] == "flags: --wlb-packing original --wlb-sharding per-sequence"
 
 
-def test_others_are_recommended_for_more_than_noise_and_never_with_a_slower_slowest_step() -> None:
-    config = WlbConfig(quadratic_at=QUADRATIC_AT)
-    analysis = analyze(some_lengths(), config, Layout(pipeline=2), micro_batches=2, iterations=6, seed=1)
+def test_others_are_recommended_for_more_than_noise_and_never_with_a_slower_slowest_step():
+    analysis = analyze(some_lengths(), CONFIG, Layout(pipeline=2), micro_batches=2, iterations=6, seed=1)
     slowest = float(analysis.after.simulated.steps.max() / analysis.before.simulated.steps.max())
     scale = 1.1 / analysis.speedup  # as if this were faster than arrival order, whatever it is here
-    analysis = replace(
-        analysis, after=replace(analysis.after, simulated=_faster(analysis.after.simulated, scale))
-    )
+    simulated = _faster(analysis.after.simulated, scale)
+    analysis = replace(analysis, after=replace(analysis.after, simulated=simulated))
     slowest /= scale
 
     def recommended(by_token: float, slowest: float) -> str:
-        other = Gain("other", replace(config, chunks="off"), None, by_token, by_token, slowest)
+        other = Gain("other", replace(CONFIG, chunks="off"), None, by_token, by_token, slowest)
         return replace(analysis, gains=(other,)).best.name
 
     assert analysis.speedup == pytest.approx(1.1)
@@ -409,17 +406,13 @@ def test_others_are_recommended_for_more_than_noise_and_never_with_a_slower_slow
     assert recommended(1.1 * 1.02, slowest * 1.01) == "as set"
 
 
-def test_steadier_settings_are_named_beside_faster_ones_whose_slowest_step_is_long(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    config = WlbConfig(quadratic_at=QUADRATIC_AT)
-    analysis = analyze(some_lengths(), config, Layout(tensor=8), micro_batches=2, iterations=6, seed=1)
+def test_steadier_settings_are_named_beside_faster_ones_whose_slowest_step_is_long(analysis, capsys):
     steps = analysis.before.simulated.steps
     long = np.full(len(steps), steps.mean() / 1.2)
     long[0] = 1.6 * steps.max()
     long[1:] -= (long.sum() - steps.sum() / 1.2) / (len(long) - 1)
     after = replace(analysis.after, simulated=replace(analysis.before.simulated, steps=long))
-    chunks, windows = replace(config, chunks="on"), replace(config, packing="fixed-greedy")
+    chunks, windows = replace(CONFIG, chunks="on"), replace(CONFIG, packing="fixed-greedy")
 
     def steadier(*gains: Gain) -> str | None:
         found = replace(analysis, after=after, gains=gains).steadier
@@ -444,16 +437,12 @@ def test_steadier_settings_are_named_beside_faster_ones_whose_slowest_step_is_lo
     ]
 
 
-def test_a_fuller_step_than_arrival_orders_names_a_steadier_setting_or_none(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    config = WlbConfig(quadratic_at=QUADRATIC_AT)
-    analysis = analyze(some_lengths(), config, Layout(tensor=8), micro_batches=2, iterations=6, seed=1)
+def test_a_fuller_step_than_arrival_orders_names_a_steadier_setting_or_none(analysis, capsys):
     before = analysis.before.simulated
     tokens = before.tokens.copy()
     tokens[0] += 3 * tokens[0] // 5  # the fullest of six has 1.6 / 1.1 times the mean
     faster = replace(before, steps=before.steps / 1.2, tokens=tokens)
-    even = Gain("even", replace(config, batch_spread="1.25"), None, 1.2, 1.2, 1.0, 1.25)
+    even = Gain("even", replace(CONFIG, batch_spread="1.25"), None, 1.2, 1.2, 1.0, 1.25)
     full = replace(analysis, after=replace(analysis.after, simulated=faster), gains=(even,))
     assert full.steadier == even
     assert replace(full, gains=(replace(even, slowest=1.2),)).steadier is None, "it has slower steps"
@@ -466,14 +455,10 @@ def test_a_fuller_step_than_arrival_orders_names_a_steadier_setting_or_none(
         assert line in capsys.readouterr().out
 
 
-def test_the_searchs_first_names_its_slowest_step_and_steadier_settings(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_searchs_first_names_its_slowest_step_and_steadier_settings(analysis, capsys):
     """Of jobs as fast as 1.00 (as given), 1.20, 1.15 and 1.10 times the first."""
-    config = WlbConfig(quadratic_at=QUADRATIC_AT)
-    analysis = analyze(some_lengths(), config, Layout(tensor=8), micro_batches=2, iterations=2, seed=1)
     speed = 1e9 / analysis.after.simulated.ns_per_token
-    given = Found(as_given(analysis.job, config), "", speed, 100.0, 0, {}, 1.0)
+    given = Found(as_given(analysis.job, CONFIG), "", speed, 100.0, 0, {}, 1.0)
 
     def ending(*found: tuple[str, float, float], first: float = 1.2, slow: float = 130) -> list[str]:
         best = [("--a", first, slow), *found]
@@ -493,9 +478,8 @@ def test_the_searchs_first_names_its_slowest_step_and_steadier_settings(
         first.format("1.30"),
         "steadier: --c (1.10 x as set, slowest step 1.04 x)",
     ]
-    assert ending(("--b", 1.15, 106))[1:] == ["steadier: none found by the search"], (
-        "as given is below 0.9 of it"
-    )
+    none = ending(("--b", 1.15, 106))[1:]
+    assert none == ["steadier: none found by the search"], "as given is below 0.9 of it"
     assert ending(first=1.1)[1:] == ["steadier: the job as given (1.00 x as set, slowest step 1.00 x)"]
     assert ending(slow=105)[0] == first.format("1.05") and "by the search" not in str(ending(slow=105))
 

@@ -34,8 +34,14 @@ from wlb_megatron.plugin.plans.planning_process import GroupPlanner
 from wlb_megatron.workload.assumptions import Assumptions
 from wlb_megatron.workload.kernel_table import h100
 
-STAGES = st.sampled_from([(1, 1), (1, 4), (2, 2), (4, 1), (2, 3), (3, 2), (4, 4), (2, 5)])
-LENGTHS = st.lists(st.integers(1, 9000), min_size=1, max_size=40)
+
+@st.composite
+def stages_and_tokens(draw: st.DrawFn) -> tuple[int, Stage, list[int]]:
+    """The context-parallel size, ranks of a stage, and documents of which each fits all of them together."""
+    context, data = draw(st.sampled_from([(1, 1), (1, 4), (2, 2), (4, 1), (2, 3), (3, 2), (4, 4), (2, 5)]))
+    stage = Stage.of(context, data, max_tokens=9000 // context * context)
+    lengths = draw(st.lists(st.integers(1, 9000), min_size=1, max_size=40))
+    return context, stage, [min(n, stage.tokens[-1]) for n in lengths]
 
 
 def cost_of(stage: Stage) -> GroupCost:
@@ -48,13 +54,11 @@ def problem(tokens: list[int], stage: Stage, step_ns: int = 300_000) -> Problem:
 
 
 @settings(deadline=None, max_examples=60)
-@given(LENGTHS, STAGES)
-def test_every_plan_is_valid_and_runs_equally_many_micro_steps_on_every_rank(
-    tokens: list[int], shape: tuple[int, int]
-) -> None:
-    stage = Stage.of(*shape, max_tokens=9000 // shape[0] * shape[0])
-    made = plan_step([min(n, stage.tokens[-1]) for n in tokens], stage, cost_of(stage))
-    validate_groups(made.plan, [min(n, stage.tokens[-1]) for n in tokens], stage)
+@given(stages_and_tokens())
+def test_every_plan_is_valid_and_runs_equally_many_micro_steps_on_every_rank(drawn):
+    _, stage, tokens = drawn
+    made = plan_step(tokens, stage, cost_of(stage))
+    validate_groups(made.plan, tokens, stage)
     assert made.priced >= made.bound
     for rank in range(stage.ranks):
         groups = made.plan.of_rank(rank)
@@ -68,16 +72,11 @@ def test_every_plan_is_valid_and_runs_equally_many_micro_steps_on_every_rank(
 
 
 @settings(deadline=None, max_examples=30)
-@given(LENGTHS, STAGES)
-def test_fixed_groups_are_kept_unless_others_are_predicted_faster(
-    tokens: list[int], shape: tuple[int, int]
-) -> None:
-    context, data = shape
-    stage = Stage.of(context, data, max_tokens=9000 // context * context)
-    tokens = [min(n, stage.tokens[-1]) for n in tokens]
-    every = StepPlan(
-        stage.ranks, tuple((Group(i % data * context, context, (i,)),) for i in range(len(tokens)))
-    )
+@given(stages_and_tokens())
+def test_fixed_groups_are_kept_unless_others_are_predicted_faster(drawn):
+    context, stage, tokens = drawn
+    starts = [i * context % stage.ranks for i in range(len(tokens))]
+    every = StepPlan(stage.ranks, tuple((Group(at, context, (i,)),) for i, at in enumerate(starts)))
     made = plan_step(tokens, stage, cost_of(stage), fixed=every)
     assert made.predicted <= made.fixed
     assert (made.source == FIXED) == (made.plan == every and made.predicted == made.fixed)
@@ -163,9 +162,8 @@ def test_buckets_are_the_best_there_are() -> None:
     def cut(bounds: tuple[int, ...]) -> list[list[int]]:
         return [values[a:b] for a, b in pairwise((0, *bounds, len(values)))]
 
-    best = min(
-        (cut(bounds) for bounds in combinations(range(1, len(values)), 3)), key=lambda p: sum(map(error, p))
-    )
+    cuts = map(cut, combinations(range(1, len(values)), 3))
+    best = min(cuts, key=lambda parts: sum(map(error, parts)))
     made = bucket(lengths, 4)
     assert [sorted(lengths[d] for d in held) for held in made.members] == best
 
@@ -253,14 +251,14 @@ def test_a_document_that_fits_no_group_is_refused_by_name() -> None:
         plan_step([101], stage, cost_of(stage))
 
 
-def test_the_planning_process_answers_as_the_planner_does_and_is_not_missed_when_it_dies(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    stage = Stage.of(2, 2, 8000)
+PLAN_OF_FOUR = partial(plan_step, stage=Stage.of(2, 2, 8000), cost=cost_of(Stage.of(2, 2, 8000)))
+PAIRS = StepPlan(4, ((Group(0, 2, (0,)), Group(2, 2, (1,))),))
+
+
+def test_the_planning_process_answers_as_the_planner_does_and_is_not_missed_when_it_dies(monkeypatch, capsys):
     tokens = np.random.default_rng(1).integers(1, 4000, 30).tolist()
     fixed = StepPlan(4, tuple((Group(at % 2 * 2, 2, (at,)),) for at in range(30)))
-    process = GroupPlanner(partial(plan_step, stage=stage, cost=cost_of(stage)))
-    expected = plan_step(tokens, stage, cost_of(stage), fixed=fixed)
+    process, expected = GroupPlanner(PLAN_OF_FOUR), PLAN_OF_FOUR(tokens, fixed=fixed)
     assert process.plan(tokens, fixed, 0.0) == expected
     assert process._child is not None
     process._child.kill()
@@ -272,37 +270,30 @@ def test_the_planning_process_answers_as_the_planner_does_and_is_not_missed_when
 
 
 @pytest.mark.parametrize("full", [False, True])
-def test_a_planning_process_that_stands_still_is_given_up(
-    full: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_planning_process_that_stands_still_is_given_up(full, monkeypatch, capsys):
     monkeypatch.setattr(child, "PATIENCE", 0.5)
-    stage, fixed = Stage.of(2, 2, 8000), StepPlan(4, ((Group(0, 2, (0,)), Group(2, 2, (1,))),))
-    process = GroupPlanner(partial(plan_step, stage=stage, cost=cost_of(stage)))
+    process = GroupPlanner(PLAN_OF_FOUR)
     process.start()
     assert process._child is not None
     process._child.process.send_signal(signal.SIGSTOP)
     if full:  # a pipe of one page is full before the settings are told
         fcntl.fcntl(process._child._stdin, fcntl.F_SETPIPE_SZ, 4096)
-        assert process.plan([5, 9], fixed, 0.0, hurry=lambda: True).source == LATE
-    assert process.plan([5, 9], fixed, 0.0) == plan_step([5, 9], stage, cost_of(stage), fixed=fixed)
+        assert process.plan([5, 9], PAIRS, 0.0, hurry=lambda: True).source == LATE
+    assert process.plan([5, 9], PAIRS, 0.0) == PLAN_OF_FOUR([5, 9], fixed=PAIRS)
     assert "no plan in 0.5 s" in capsys.readouterr().out
     assert process._child.process.wait(10) == -signal.SIGKILL
 
 
-def test_training_gets_fixed_groups_where_a_plan_is_late_and_plans_again_when_the_process_does(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    stage, fixed = Stage.of(2, 2, 8000), StepPlan(4, ((Group(0, 2, (0,)), Group(2, 2, (1,))),))
-    process = GroupPlanner(partial(plan_step, stage=stage, cost=cost_of(stage)))
-    expected = plan_step([5, 9], stage, cost_of(stage), fixed=fixed)
-    assert process.plan([5, 9], fixed, 0.0) == expected
+def test_training_gets_fixed_groups_where_a_plan_is_late_and_plans_again_when_the_process_does(capsys):
+    process = GroupPlanner(PLAN_OF_FOUR)
+    assert process.plan([5, 9], PAIRS, 0.0) == PLAN_OF_FOUR([5, 9], fixed=PAIRS)
     assert process._child is not None
     process._child.process.send_signal(signal.SIGSTOP)
     for _ in range(3):
-        made = process.plan([5, 9], fixed, 0.0, hurry=lambda: True)
-        assert made.source == LATE and made.plan == fixed and made.predicted == made.fixed
+        made = process.plan([5, 9], PAIRS, 0.0, hurry=lambda: True)
+        assert made.source == LATE and made.plan == PAIRS and made.predicted == made.fixed
     process._child.process.send_signal(signal.SIGCONT)
-    assert process.plan([4, 8], fixed, 0.0) == plan_step([4, 8], stage, cost_of(stage), fixed=fixed)
+    assert process.plan([4, 8], PAIRS, 0.0) == PLAN_OF_FOUR([4, 8], fixed=PAIRS)
     assert not capsys.readouterr().out
 
 
@@ -315,12 +306,9 @@ def test_a_budget_that_is_used_up_leaves_a_valid_plan() -> None:
 
 
 @settings(deadline=None, max_examples=60)
-@given(LENGTHS, STAGES, st.integers(1, 5), st.integers(0, 9))
-def test_micro_steps_come_in_multiples_with_every_document_on_the_ranks_that_it_had(
-    tokens: list[int], shape: tuple[int, int], multiple: int, seed: int
-) -> None:
-    stage = Stage.of(*shape, max_tokens=9000 // shape[0] * shape[0])
-    tokens = [min(n, stage.tokens[-1]) for n in tokens]
+@given(stages_and_tokens(), st.integers(1, 5), st.integers(0, 9))
+def test_micro_steps_come_in_multiples_with_every_document_on_the_ranks_that_it_had(drawn, multiple, seed):
+    _, stage, tokens = drawn
     plan = random_plan(tokens, stage, seed)
     made = in_multiples(plan, tokens, multiple)
     validate_groups(made, tokens, stage)
@@ -330,9 +318,8 @@ def test_micro_steps_come_in_multiples_with_every_document_on_the_ranks_that_it_
         for step_plan in (plan, made)
     ]
     assert places[0] == places[1]
-    assert sum(not step for step in made.micro_steps) == 0 or all(
-        len(group.documents) == 1 for step in made.micro_steps for group in step
-    )
+    groups = [group for step in made.micro_steps for group in step]
+    assert all(made.micro_steps) or all(len(group.documents) == 1 for group in groups)
 
 
 def test_the_micro_step_of_most_tokens_is_split_into_like_halves() -> None:
