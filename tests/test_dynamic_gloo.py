@@ -61,13 +61,9 @@ def attend_in_groups(rank: int, world: int) -> None:
     parallel_state.get_data_parallel_group = lambda with_context_parallel: dist.group.WORLD
     parallel_state.get_context_parallel_group = lambda: alone
     make_groups(timedelta(minutes=77))
-    made = {
-        size: group
-        for size, group in part(groups.RankGroups).by_size.items()
-        if group is not dist.group.WORLD
-    }
+    made = [group for group in part(groups.RankGroups).by_size.values() if group is not dist.group.WORLD]
     assert made  # their collectives wait as long as the flag says, not torch's own ten minutes on GPUs
-    for group in made.values():
+    for group in made:
         assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(minutes=77)
     mixed = set()
     for seed in range(3):
@@ -82,15 +78,8 @@ def attend_in_groups(rank: int, world: int) -> None:
             index = torch.from_numpy(cut.packed_index(own))
             q, k, v = (t[index].requires_grad_() for t in (x.q, x.k, x.v))
             layout = device_layout(attention_layout(cut, own), "cpu")
-            out = sharded_attention(
-                q,
-                k,
-                v,
-                layout,
-                process_group(RankGroup(group.start, group.size, 1, "", 1.0)),
-                TorchKernels(),
-                SCALE,
-            )
+            ranks = process_group(RankGroup(group.start, group.size, 1, "", 1.0))
+            out = sharded_attention(q, k, v, layout, ranks, TorchKernels(), SCALE)
             got = out, *torch.autograd.grad(out, (q, k, v), x.dout[index])
             for a, b in zip(got, expected, strict=True):
                 assert (a - b[index]).norm() <= 1e-12 * b.norm(), (seed, step, group)
@@ -128,34 +117,24 @@ def agree_on_plans(rank: int, world: int) -> None:
     )
     planned = list(plan_groups(small_planner(), shards, dynamic))
     assert len(planned) == 4  # on every rank, though only the sender was told to close
-    fixed = [
-        iteration for iteration, _ in zip(plan_iterations(small_planner(), shards), range(4), strict=False)
-    ]
+    fixed = itertools.islice(plan_iterations(small_planner(), shards), 4)
     for mine, theirs in zip(planned, fixed, strict=True):
         assert mine.state() == theirs.state() and mine.plan == theirs.plan
-        group = mine.micro_batches[0].group
-        assert group is not None and group.steps == len(mine.micro_batches)
-        assert all(
-            micro_batch.shard.cp_size == micro_batch.group.size
-            for micro_batch in mine.micro_batches
-            if micro_batch.group
-        )
+        assert mine.micro_batches[0].group.steps == len(mine.micro_batches)
+        in_groups = [micro_batch for micro_batch in mine.micro_batches if micro_batch.group]
+        assert all(micro_batch.shard.cp_size == micro_batch.group.size for micro_batch in in_groups)
         digests: list[bytes | None] = [None] * world
         dist.all_gather_object(digests, mine.digest)
         assert len(set(digests)) == 1
         held: list[list[tuple[int, ...]] | None] = [None] * world
+        first = [micro_batch for micro_batch in in_groups if micro_batch.group.start == rank]
         pieces = [
-            tuple(piece)
-            for micro_batch in mine.micro_batches
-            for piece in micro_batch.pieces
-            if micro_batch.group and micro_batch.group.start == rank and piece.document >= 0
+            tuple(piece) for micro_batch in first for piece in micro_batch.pieces if piece.document >= 0
         ]
         dist.all_gather_object(held, pieces)
-        trained = sorted(piece for part in held for piece in part or [])
         grid = theirs.plan.micro_batches if theirs.plan else ()
-        assert trained == sorted(
-            tuple(piece) for row in grid for micro_batch in row for piece in micro_batch.pieces
-        )
+        planned = [tuple(piece) for row in grid for micro_batch in row for piece in micro_batch.pieces]
+        assert sorted(piece for part in held for piece in part) == sorted(planned)
 
 
 def test_six_processes_attend_in_mixed_groups_as_one_document_at_a_time_and_train_by_one_s_plans() -> None:
@@ -186,9 +165,7 @@ def test_ranks_whose_kernel_tables_differ_have_other_digests(monkeypatch: pytest
     assert digest(h100()) == digest(h100()) != digest(replace(h100(), call=h100().call + 1))
 
 
-def test_rank_0_s_failure_to_plan_reaches_the_others_who_would_wait_for_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_rank_0_s_failure_to_plan_reaches_the_others_who_would_wait_for_it(monkeypatch):
     """They draw the next step's micro-batches in the middle of one, in whose collectives rank 0 waits for them."""
     from wlb_megatron.plugin.plans import dynamic as module
     from wlb_megatron.plugin.stores import PlanStore
@@ -215,11 +192,9 @@ def test_a_group_s_documents_are_counted_once_for_the_flops() -> None:
 
     summary = PlanSummary(0, 0, 0, 0, 1.0, 1.0, 1.0, 1, 0, 0.0, 0, 0)
     pieces = (Piece(0, 0, 0, 5), Piece(0, 1, 0, 9), Piece(0, -1, 0, 2))
-    planned = PlannedMicroBatch(
-        0, 0, pieces, shard([5, 9, 2], 4, "per-document"), summary, 0.0, RankGroup(0, 4, 1, "greedy", 1.0)
-    )
-    bounds = [
-        from_plan(planned, Layout(0, 1, 8, True, stage_rank=rank, cp_size=2)).bounds for rank in range(4)
-    ]
+    group, plan = RankGroup(0, 4, 1, "greedy", 1.0), shard([5, 9, 2], 4, "per-document")
+    planned = PlannedMicroBatch(0, 0, pieces, plan, summary, 0.0, group)
+    layouts = [Layout(0, 1, 8, True, stage_rank=rank, cp_size=2) for rank in range(4)]
+    bounds = [from_plan(planned, layout).bounds for layout in layouts]
     assert bounds[0].tolist() == [0, 5, 14, 19, 28]
     assert all(np.diff(bounds_of_rank.numpy()).tolist() == [0] for bounds_of_rank in bounds[1:])
