@@ -136,9 +136,7 @@ def from_json(
 
 @pytest.mark.parametrize("packing", ["original", "fixed-greedy", "varlen"])
 @pytest.mark.parametrize("layout", [Layout(data=2, context=2, tensor=2), Layout(data=1, context=4)])
-def test_every_figure_equals_what_the_printed_plans_give(
-    packing: str, layout: Layout, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_figure_equals_what_the_printed_plans_give(packing, layout, monkeypatch):
     monkeypatch.delattr(Packer, "state")  # of checkpoints, which analysis does not ask
     # Whole documents of distinct ids: a rank's segments tell which piece they are of.
     lengths = some_lengths()

@@ -47,9 +47,7 @@ def test_documents_fit_the_window_come_once_and_stop_at_the_tokens_asked_for(tmp
     assert len(few) == 2 and all(document[-1] == 256 for document in few)
 
 
-def test_a_text_with_too_few_tokens_is_refused_in_one_line_that_names_both_numbers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_text_with_too_few_tokens_is_refused_in_one_line_that_names_both_numbers(tmp_path, monkeypatch):
     from scripts.bench.convergence import convergence
 
     function = "def f():\n    return '" + "x" * 62 + "'\n"
@@ -165,9 +163,7 @@ def made_run(arm: str, seed: int, loss: float) -> dict[str, Any]:
     return run | {"loss_by_length": [loss + 1, loss - 1]}
 
 
-def test_losses_are_compared_with_plain_of_the_same_seed_and_half_written_lines_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_losses_are_compared_with_plain_of_the_same_seed_and_half_written_lines_left_out(tmp_path, capsys):
     from scripts.bench.convergence.convergence_report import report
 
     losses = {"plain": {1: 1.0, 2: 2.0, 3: 3.0}, "wlb": {1: 1.1, 2: 2.2, 4: 9.0}}
@@ -190,8 +186,8 @@ def test_losses_are_compared_with_plain_of_the_same_seed_and_half_written_lines_
 
 
 def test_no_run_goes_on_from_a_start_that_failed_and_a_later_call_trains_that_start_as_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     from scripts.bench.convergence import convergence
 
     jobs: list[str] = []
@@ -236,9 +232,7 @@ def test_no_run_goes_on_from_a_start_that_failed_and_a_later_call_trains_that_st
 
 
 @pytest.mark.megatron
-def test_runs_are_kept_and_their_loss_is_megatrons_own_over_the_held_out_documents(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_are_kept_and_their_loss_is_megatrons_own_over_the_held_out_documents(tmp_path, monkeypatch):
     from scripts.bench.convergence import convergence
 
     sources = str(Path(text.__file__).parents[3] / "wlb_megatron")
@@ -329,8 +323,8 @@ def test_a_peers_losses_are_compared_where_the_reference_of_its_layout_has_them(
 
 
 def test_peers_are_compared_with_a_reference_that_ran_later_and_keep_rows_that_were_not_run_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     from scripts.bench.training import gpu_peers
 
     class Trained(Ranks):
@@ -378,9 +372,7 @@ def test_documents_for_peers_fill_each_steps_windows_in_the_order_that_the_plugi
     assert [piece.document for piece in taken] == order.tolist()
 
 
-def test_conversations_for_peers_lie_in_the_packs_of_first_fit_and_are_counted_by_pack(
-    tmp_path: Path,
-) -> None:
+def test_conversations_for_peers_lie_in_the_packs_of_first_fit_and_are_counted_by_pack(tmp_path):
     from scripts.bench.training.peer_documents import answers, first_fit, write_conversations
     from wlb_megatron.documents.target_masks import Kept, MaskedCorpus
 

@@ -65,9 +65,7 @@ def test_pypis_apex_and_an_unknown_megatron_are_named_and_the_exit_code_is_not_z
     assert "to fix: megatron" in checkout.stderr
 
 
-def test_without_torch_the_rest_is_still_told(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_torch_the_rest_is_still_told(monkeypatch, capsys):
     version = checks.installed_version
     monkeypatch.setattr(checks, "installed_version", lambda name: None if name == "torch" else version(name))
     assert main(["doctor"]) == 2
@@ -99,9 +97,7 @@ def test_the_version_of_cudnn_says_who_rounds_the_sizes_of_graphs(version: int, 
     assert [finding.found for finding in checks.cudnn(None)] == ["missing"]
 
 
-def test_flash_attention_of_another_version_and_what_stock_makes_of_it_are_told(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_flash_attention_of_another_version_and_what_stock_makes_of_it_are_told(monkeypatch):
     def version(package: str) -> str | None:
         return {**KERNELS["fa4"].packages, **changed}.get(package)
 
@@ -155,9 +151,7 @@ def test_a_rank_that_fails_is_told_by_its_last_line(monkeypatch: pytest.MonkeyPa
         attention_check.run(2, gpu=False)
 
 
-def test_a_checkout_without_dataset_helpers_is_told_what_megatrons_own_datasets_need(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_checkout_without_dataset_helpers_is_told_what_megatrons_own_datasets_need(monkeypatch):
     known = {"pybind11", "megatron.core.datasets.helpers_cpp"}
     monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: name in known or None)
     assert checks.dataset_helpers().found == "built"
@@ -173,9 +167,7 @@ def test_a_checkout_without_dataset_helpers_is_told_what_megatrons_own_datasets_
     assert "it lacks: make, a C++ compiler, python3-config, pybind11" in finding.cure
 
 
-def test_an_extra_is_installed_from_a_checkout_and_never_from_an_index(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_an_extra_is_installed_from_a_checkout_and_never_from_an_index(monkeypatch, tmp_path):
     assert errors.install("gpu") == f"pip install '{ROOT}[gpu]'"
     monkeypatch.setattr(errors, "ROOT", tmp_path)
     assert errors.install("gpu") == "pip install '.[gpu]' in a checkout of this project"
@@ -184,9 +176,7 @@ def test_an_extra_is_installed_from_a_checkout_and_never_from_an_index(
     assert subprocess.run(search, cwd=ROOT, capture_output=True, text=True, check=False).stdout == ""
 
 
-def test_json_holds_what_the_lines_say_and_nothing_else_is_printed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_holds_what_the_lines_say_and_nothing_else_is_printed(monkeypatch, capsys):
     for check in ("torch_and_gpus", "transformer_engine", "flash_attention", "apex"):
         monkeypatch.setattr(doctor_command, check, lambda: iter(()))
     wrong = checks.Finding("Megatron", "none", checks.FIX, "install it")

@@ -92,9 +92,7 @@ def test_one_pass_gives_each_token_exactly_once(corpora: list[Corpus], rule: Rul
 
 @any_blend
 @given(blends(), rules(), st.integers(1, 200))
-def test_an_endless_stream_gives_each_token_once_per_epoch_of_its_corpus(
-    corpora: list[Corpus], rule: Rules, count: int
-) -> None:
+def test_an_endless_stream_gives_each_token_once_per_epoch_of_its_corpus(corpora, rule, count):
     stream = DocumentStream(corpora, Rules(rule.window, "split", rule.seed, endless=True))
     pieces = take(stream, count)
     assert len(pieces) == count
@@ -275,9 +273,7 @@ def test_one_pass_over_a_blend_ends_when_the_last_corpus_does() -> None:
 
 @any_blend
 @given(blends(), rules(), st.integers(0, 120))
-def test_a_state_taken_anywhere_resumes_with_the_same_pieces_and_counts(
-    corpora: list[Corpus], rule: Rules, taken: int
-) -> None:
+def test_a_state_taken_anywhere_resumes_with_the_same_pieces_and_counts(corpora, rule, taken):
     stream = DocumentStream(corpora, rule)
     take(stream, taken)
     state = json.loads(json.dumps(stream.state()))

@@ -78,9 +78,7 @@ def test_without_weights_corpora_are_drawn_in_proportion_to_their_tokens(two: li
     assert [corpus.weight for corpus in Blend(two).corpora()] == [10.0, 16.0]
 
 
-def test_corpora_of_weight_0_or_without_a_token_in_the_part_are_left_out_and_keep_their_ids(
-    two: list[str],
-) -> None:
+def test_corpora_of_weight_0_or_without_a_token_in_the_part_are_left_out_and_keep_their_ids(two):
     (only,) = Blend(two, [0.0, 1.0]).corpora()
     assert (only.first_id, only.weight) == (5, 1.0)
     assert Blend(two).corpora("1,0,0", "test") == []
@@ -96,9 +94,7 @@ def test_corpora_of_weight_0_or_without_a_token_in_the_part_are_left_out_and_kee
         (["a", "b", "c"], ["a", "b", "c"], None),
     ],
 )
-def test_data_path_is_read_as_megatron_reads_it(
-    values: list[str], prefixes: list[str], weights: list[float] | None
-) -> None:
+def test_data_path_is_read_as_megatron_reads_it(values, prefixes, weights):
     assert parse_blend(values) == (prefixes, weights)
     utils = pytest.importorskip("megatron.core.datasets.utils")
     assert utils.get_blend_from_list(values) == (prefixes, weights)
@@ -141,9 +137,7 @@ def test_a_split_that_makes_no_sense_is_refused(split: str) -> None:
 
 
 @pytest.mark.parametrize(("weights", "first"), [((1.0, 1.0), "small"), ((1.0, 9.0), "large")])
-def test_the_corpus_that_comes_again_first_is_known_with_the_tokens_given_by_then(
-    weights: tuple[float, float], first: str
-) -> None:
+def test_the_corpus_that_comes_again_first_is_known_with_the_tokens_given_by_then(weights, first):
     """300 tokens at half of the tokens last for 600; 1,500 at nine tenths for 1,667."""
     lengths = {"small": [10] * 30, "large": [15] * 100}
     corpora, first_id = [], 0

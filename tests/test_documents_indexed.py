@@ -95,9 +95,7 @@ def test_any_range_of_a_document_reads_those_tokens(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("document", "start", "end"), [(0, 0, 6), (0, -1, 2), (0, 3, 2), (-1, 0, 0), (8, 0, 0)]
 )
-def test_a_range_outside_the_document_is_an_error_never_the_neighbours_tokens(
-    corpus: Path, document: int, start: int, end: int
-) -> None:
+def test_a_range_outside_the_document_is_an_error_never_the_neighbours_tokens(corpus, document, start, end):
     with pytest.raises(IndexError):
         IndexedCorpus(corpus).read(document, start, end)
 
@@ -115,9 +113,7 @@ def test_offsets_equal_the_ones_that_megatron_reads(corpus: Path) -> None:
         assert ours.index.lengths[document] == len(expected)
 
 
-def test_a_corpus_made_of_files_reads_back_in_megatron_as_their_bytes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_corpus_made_of_files_reads_back_in_megatron_as_their_bytes(tmp_path, capsys):
     """`wlb-megatron corpus` writes the pair without Megatron."""
     indexed_dataset = pytest.importorskip("megatron.core.datasets.indexed_dataset")
     texts = {"a.txt": b"one", "b/c.txt": bytes(range(256)), "d.txt": b""}
@@ -199,9 +195,7 @@ MOUNTS = """36 35 98:0 / / rw,noatime - ext4 /dev/root rw
 """
 
 
-def test_one_rank_checks_an_index_that_all_nodes_share_and_one_a_node_its_own_copy(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_one_rank_checks_an_index_that_all_nodes_share_and_one_a_node_its_own_copy(monkeypatch, tmp_path):
     (tmp_path / "mounts").write_text(MOUNTS)
     folders = "/data/a", "/data/fast/b", "/c"
     kinds = {folder: data_paths.file_system(folder, tmp_path / "mounts") for folder in folders}

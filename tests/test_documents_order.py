@@ -40,9 +40,7 @@ def test_a_computed_order_is_a_permutation(count: int, seed: int) -> None:
 
 @settings(deadline=None)
 @given(st.integers(2, 2**40), st.integers(0, 2**32), st.data())
-def test_computed_places_are_distinct_and_within_any_count(
-    count: int, seed: int, data: st.DataObject
-) -> None:
+def test_computed_places_are_distinct_and_within_any_count(count, seed, data):
     begin = data.draw(st.integers(0, count - 1))
     places = np.arange(begin, min(begin + 1000, count))
     images = permuted(places, count, keys(seed))
@@ -222,9 +220,7 @@ def test_a_state_of_before_goes_on_with_a_documents_pieces_after_each_other(bloc
 
 @settings(deadline=None)
 @given(st.one_of(st.integers(1, 3000), st.integers(MOST_STORED + 1, 2**40)), st.integers(0, 2**32), st.data())
-def test_the_place_of_a_document_is_where_the_order_has_it(
-    count: int, seed: int, data: st.DataObject
-) -> None:
+def test_the_place_of_a_document_is_where_the_order_has_it(count, seed, data):
     begin = data.draw(st.integers(0, count - 1))
     for seeds in ([seed, 0, 0], None):
         order = epoch_order(count, seeds)

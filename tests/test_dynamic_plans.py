@@ -139,9 +139,7 @@ def test_large_plans_are_within_four_percent_of_what_no_plan_goes_below(kind: ob
 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.integers(1, 10**6), min_size=1, max_size=200), st.integers(1, 20))
-def test_buckets_hold_every_document_once_and_their_tokens_are_right_in_sum(
-    lengths: list[int], count: int
-) -> None:
+def test_buckets_hold_every_document_once_and_their_tokens_are_right_in_sum(lengths, count):
     made = bucket(lengths, count)
     assert sorted(d for members in made.members for d in members) == list(range(len(lengths)))
     assert len(made.tokens) <= count

@@ -17,9 +17,7 @@ from megatron_runs import cpu_environment, flags, train
 pytestmark = pytest.mark.megatron
 
 
-def test_a_job_trains_bit_for_bit_as_in_fresh_processes_whatever_ran_before(
-    corpus: Path, tmp_path: Path
-) -> None:
+def test_a_job_trains_bit_for_bit_as_in_fresh_processes_whatever_ran_before(corpus, tmp_path):
     step = ["--global-batch-size", "4", "--train-iters", "3", "--data-path", str(corpus)]
 
     def job(name: str, *, fresh: bool = False, **parallel: int) -> list[dict[str, Any]]:

@@ -433,9 +433,7 @@ def write_small_profile(path: Path) -> None:
 
 
 @pytest.mark.megatron
-def test_a_run_reports_predicted_and_measured_times_and_traces_an_iteration(
-    corpus: Path, tmp_path: Path
-) -> None:
+def test_a_run_reports_predicted_and_measured_times_and_traces_an_iteration(corpus, tmp_path):
     profile, log, traced = (tmp_path / name for name in ("profile.json", "log.jsonl", "trace.json"))
     write_small_profile(profile)
     more = f"--data-path {corpus} --global-batch-size 4 --train-iters 4 --split 1,0,0 --wlb-log {log}"
@@ -497,9 +495,7 @@ def test_waits_for_exchanged_keys_are_summed_by_marks_on_the_device(monkeypatch:
     assert timers._read_waits() == 0.0
 
 
-def test_exchanges_are_timed_in_the_jobs_that_log_them_and_in_no_later_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_exchanges_are_timed_in_the_jobs_that_log_them_and_in_no_later_one(monkeypatch):
     import megatron.training
 
     log = SimpleNamespace(log=lambda names: None, write=lambda names: None)
