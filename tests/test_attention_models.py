@@ -79,19 +79,10 @@ class PlainCore(torch.nn.Module):
 
 
 def build(planned, position="rope", latent=False, qk_norm=False, **options):
-    shared = {
-        "num_layers": 3,
-        "hidden_size": 32,
-        "num_attention_heads": 4,
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
-        "init_method_std": 0.3,
-        "use_cpu_initialization": True,
-        "masked_softmax_fusion": False,
-        "apply_rope_fusion": False,
-        "bias_dropout_fusion": False,
-        **options,
-    }
+    shared = {"num_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "use_cpu_initialization": True}
+    shared |= {"attention_dropout": 0.0, "hidden_dropout": 0.0, "init_method_std": 0.3}
+    fusions = "masked_softmax_fusion", "apply_rope_fusion", "bias_dropout_fusion"
+    shared |= dict.fromkeys(fusions, False) | options
     if latent:
         sizes = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4}
         config = MLATransformerConfig(**shared, **sizes, v_head_dim=6)
@@ -105,15 +96,8 @@ def build(planned, position="rope", latent=False, qk_norm=False, **options):
     elif latent:
         layers.submodules.self_attention.submodules.core_attention = PlainCore
     torch.manual_seed(3)
-    model = GPTModel(
-        config,
-        layers,
-        VOCABULARY,
-        64,
-        position_embedding_type="none" if latent else position,
-        rotary_base=100,
-        parallel_output=False,
-    )
+    kind = {"position_embedding_type": "none" if latent else position, "rotary_base": 100}
+    model = GPTModel(config, layers, VOCABULARY, 64, **kind, parallel_output=False)
     for name, parameter in model.named_parameters():  # sinks that matter
         if name.endswith("softmax_offset"):
             parameter.data.normal_(0, 2)
@@ -131,14 +115,13 @@ YARN = {
     "yarn_mscale_all_dim": 0.0,
     "yarn_correction_range_round_to_int": True,
 }
+WINDOW = {"window_size": (5, 0), "window_attn_skip_freq": 2}
+LISTED = {"window_size": (7, 0), "window_attn_skip_freq": [1, 1, 0]}
+SELECTIVE = {"recompute_granularity": "selective"}
 MODELS = {
     "plain": {},
-    "window in some layers": {"window_size": (5, 0), "window_attn_skip_freq": 2},
-    "window in listed layers, sinks": {
-        "window_size": (7, 0),
-        "window_attn_skip_freq": [1, 1, 0],
-        "softmax_type": "learnable",
-    },
+    "window in some layers": WINDOW,
+    "window in listed layers, sinks": LISTED | {"softmax_type": "learnable"},
     "off-by-one softmax": {"softmax_type": "off-by-one"},
     "YaRN": {"position": "yarn"},
     "no RoPE in some layers": {"no_rope_freq": [0, 1, 0]},
@@ -149,19 +132,10 @@ MODELS = {
     "query-key layer scaling": {"apply_query_key_layer_scaling": True, "attention_softmax_in_fp32": True},
     "MLA, YaRN": {"latent": True, "rope_type": "yarn", "rotary_scaling_factor": 4.0},
     "MLA, RoPE": {"latent": True, "rope_type": "rope"},
-    "full recomputation": {
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
-        "window_size": (5, 0),
-        "window_attn_skip_freq": 2,
-    },
-    "recomputed attention": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
-    "MLA, recomputed projections": {
-        "latent": True,
-        "recompute_granularity": "selective",
-        "recompute_modules": ["mla_up_proj"],
-    },
+    "full recomputation": WINDOW
+    | {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "recomputed attention": SELECTIVE | {"recompute_modules": ["core_attn"]},
+    "MLA, recomputed projections": SELECTIVE | {"latent": True, "recompute_modules": ["mla_up_proj"]},
 }
 
 

@@ -42,33 +42,16 @@ HEADS, KV_HEADS, DIM = 4, 2, 4
 
 
 def config(**options):
-    return TransformerConfig(
-        **{
-            "num_layers": 1,
-            "hidden_size": HEADS * DIM,
-            "num_attention_heads": HEADS,
-            "num_query_groups": KV_HEADS,
-            "attention_dropout": 0.0,
-            "masked_softmax_fusion": False,
-            **options,
-        }
-    )
+    sizes = {"num_layers": 1, "hidden_size": HEADS * DIM, "num_attention_heads": HEADS}
+    sizes |= {"num_query_groups": KV_HEADS, "attention_dropout": 0.0, "masked_softmax_fusion": False}
+    return TransformerConfig(**sizes | options)
 
 
 def build(cls=DotProductAttention, cp=None, mask=AttnMaskType.causal, module_options=None, **options):
     groups = SimpleNamespace(tp=SimpleNamespace(size=lambda: 1), cp=cp or Member(ThreadGroup(1), 0))
-    return wlb_core_attention(cls)(
-        **{
-            "config": config(**options),
-            "layer_number": 1,
-            "attn_mask_type": mask,
-            "attention_type": "self",
-            "cp_comm_type": None,
-            "softmax_scale": None,
-            "pg_collection": groups,
-            **(module_options or {}),
-        }
-    )
+    arguments = {"config": config(**options), "layer_number": 1, "attn_mask_type": mask}
+    arguments |= {"attention_type": "self", "cp_comm_type": None, "softmax_scale": None}
+    return wlb_core_attention(cls)(**arguments | {"pg_collection": groups} | (module_options or {}))
 
 
 def test_the_module_is_megatrons_class_with_its_checkpoint_keys():
@@ -91,13 +74,8 @@ def test_it_attends_within_documents_at_megatrons_scale():
     x = random_tensors(16)
     expected, *_ = one_document_at_a_time(lengths, x, scale=DIM**-0.5)
     params = packed_seq_params(shard(lengths, 1, "per-document"), 0, "cpu")
-    out = build()(
-        *(t.unsqueeze(1) for t in (x.q, x.k, x.v)),
-        None,
-        attn_mask_type=AttnMaskType.causal,
-        attention_bias=None,
-        packed_seq_params=params,
-    )
+    qkv, options = [t.unsqueeze(1) for t in (x.q, x.k, x.v)], {"attn_mask_type": AttnMaskType.causal}
+    out = build()(*qkv, None, **options, attention_bias=None, packed_seq_params=params)
     assert out.shape == (16, 1, HEADS * DIM)
     assert (out - expected.flatten(1).unsqueeze(1)).abs().max() < 1e-12
 
@@ -179,18 +157,16 @@ def test_each_ranks_tokens_fit_the_rows_that_fp8_products_want(fp8, recipe, mult
     message = job(4 * multiple + 2).window_misfit()
     assert f"{4 * multiple + 2} tokens are not a multiple of {multiple}," in message
     assert f"set it to {5 * multiple}" in message
-    assert ("FP8" in message) == (fp8 is not None) and (f"x {multiple // 4} rows" in message) == (
-        fp8 is not None
-    )
+    told = [part in message for part in ("FP8", f"x {multiple // 4} rows")]
+    assert told == [fp8 is not None] * 2
 
 
 def test_windows_as_megatron_gives_them():
     assert window_of(SimpleNamespace(window_size=None)) is None
     assert window_of(SimpleNamespace(window_size=(-1, 0))) is None
     assert window_of(SimpleNamespace(window_size=(128, 0))) == 128
-    built = [
-        build(window_size=(8, 0), window_attn_skip_freq=2, module_options={"layer_number": n}) for n in (1, 2)
-    ]
+    windowed = {"window_size": (8, 0), "window_attn_skip_freq": 2}
+    built = [build(**windowed, module_options={"layer_number": n}) for n in (1, 2)]
     assert [module._windowed for module in built] == [True, False]
 
 
@@ -204,12 +180,9 @@ def test_each_layer_keeps_the_keys_of_a_document_in_chunks_for_itself():
         params = packed_seq_params(plan, 0, "cpu")
         # Two layers whose keys differ, each with its own of the first chunk.
         inputs = [t[rows].unsqueeze(1) for t in qkv]
-        outs.append(
-            [
-                layer(inputs[0], n * inputs[1], inputs[2], packed_seq_params=params)
-                for n, layer in enumerate(layers, 1)
-            ]
-        )
+        keys = [n * inputs[1] for n in (1, 2)]
+        pairs = zip(layers, keys, strict=True)
+        outs.append([layer(inputs[0], key, inputs[2], packed_seq_params=params) for layer, key in pairs])
     assert cached_bytes() == 2 * 9 * 2 * KV_HEADS * DIM * 8
     for rows, both in ((slice(9, 16), outs[1]), (slice(0, 9), outs[0])):
         torch.autograd.backward(both, [x.dout[rows].flatten(1).unsqueeze(1)] * 2)
@@ -218,9 +191,8 @@ def test_each_layer_keeps_the_keys_of_a_document_in_chunks_for_itself():
     for n in (1, 2):
         tensors = Tensors(x.q, n * x.k, x.v, x.dout)
         out, dq, dk, dv = one_document_at_a_time([16], tensors, scale=DIM**-0.5)
-        assert (
-            torch.cat([of_layers[n - 1] for of_layers in outs]).squeeze(1) - out.flatten(1)
-        ).abs().max() < 1e-12
+        got = torch.cat([of_layers[n - 1] for of_layers in outs]).squeeze(1)
+        assert (got - out.flatten(1)).abs().max() < 1e-12
         grads.append((dq, n * dk, dv))
     for tensor, first, second in zip(qkv, *grads, strict=True):
         assert (tensor.grad - first - second).abs().max() < 1e-12

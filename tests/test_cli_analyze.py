@@ -77,29 +77,23 @@ def from_json(
     lengths: np.ndarray, config: WlbConfig, layout: Layout, micro_batches: int, iterations: int
 ) -> dict[str, Any]:
     """The same figures, from nothing but what inspect prints and the formula of the cost model."""
-    shown = inspect_plans(
-        lengths, config, window=64, micro_batches=micro_batches, dp=layout.data, cp=layout.context,
-        tp=layout.tensor, iterations=iterations,
-    )["iterations"]  # fmt: skip
-    imbalance, cp_imbalance, steps, delays, sizes, pad = [], [], [], [], [], 0
-    weights: dict[int, float] = {}
-    lengths_of: dict[int, int] = {}
+    job = {"window": 64, "micro_batches": micro_batches, "iterations": iterations}
+    job |= {"dp": layout.data, "cp": layout.context, "tp": layout.tensor}
+    shown = inspect_plans(lengths, config, **job)["iterations"]
+    imbalance, cp_imbalance, delays, sizes, weights, pad = [], [], [], [], [], 0
     entered: dict[tuple[int, int], int] = {}
     for number, iteration in enumerate(shown):
-        for i, start, end in iteration["arrived"]:
-            entered.update(((i, t), number) for t in range(start, end))
-        work, times = [], np.zeros((micro_batches, layout.data))
-        for at, micro_batch in enumerate(iteration["micro_batches"]):
-            real = [(end - start) for i, start, end in micro_batch["documents"] if i >= 0]
+        entered |= {(i, t): number for i, start, end in iteration["arrived"] for t in range(start, end)}
+        trained = [[piece for piece in m["documents"] if piece[0] >= 0] for m in iteration["micro_batches"]]
+        delays += [number - entered[i, t] for row in trained for i, *ends in row for t in range(*ends)]
+        tokens = [[end - start for _, start, end in row] for row in trained]
+        sizes += map(sum, tokens)
+        work = [sum(n + n * n / QUADRATIC_AT for n in row) for row in tokens]
+        imbalance.append(max(work) * len(work) / sum(work))
+        # Each token's share of its step's gradient, beside the length of its document.
+        weights += [(n, 1 / sum(map(sum, tokens))) for row in tokens for n in row for _ in range(n)]
+        for micro_batch in iteration["micro_batches"]:
             pad += sum(end - start for i, start, end in micro_batch["documents"] if i < 0)
-            sizes.append(sum(real))
-            work.append(sum(n + n * n / QUADRATIC_AT for n in real))
-            delays += [
-                number - entered[i, t]
-                for i, start, end in micro_batch["documents"]
-                if i >= 0
-                for t in range(start, end)
-            ]
             begins = {i: start for i, start, _ in reversed(micro_batch["documents"])}
             shares = [
                 sum(
@@ -108,18 +102,8 @@ def from_json(
                 )
                 for rank in micro_batch["ranks"]
             ]
-            times[at // layout.data, at % layout.data] = max(shares)
             cp_imbalance.append(max(shares) * len(shares) / sum(shares))
-        imbalance.append(max(work) * len(work) / sum(work))
-        # Each token's share of its step's gradient, by the place where it stands.
-        shown_pieces = [
-            piece for m in iteration["micro_batches"] for piece in m["documents"] if piece[0] >= 0
-        ]
-        for _, start, end in shown_pieces:
-            for _ in range(start, end):
-                weights[len(weights)] = 1 / sum(e - s for _, s, e in shown_pieces)
-                lengths_of[len(lengths_of)] = end - start
-        steps.append(max(column.sum() + (layout.pipeline - 1) * column.max() for column in times.T))
+    of_long = [weight for length, weight in weights if length > 64 / 2]
     return {
         "imbalance": np.mean(imbalance),
         "cp_imbalance": np.mean(cp_imbalance),
@@ -129,8 +113,7 @@ def from_json(
         "largest": max(sizes),
         "largest iteration": max(map(sum, np.reshape(sizes, (len(shown), -1)).tolist())),
         "padding_share": pad / (sum(sizes) + pad),
-        "long": np.mean([w for t, w in weights.items() if lengths_of[t] > 64 / 2])
-        / np.mean(list(weights.values())),
+        "long": np.mean(of_long) / np.mean([weight for _, weight in weights]),
     }
 
 
@@ -140,15 +123,9 @@ def test_every_figure_equals_what_the_printed_plans_give(packing, layout, monkey
     monkeypatch.delattr(Packer, "state")  # of checkpoints, which analysis does not ask
     # Whole documents of distinct ids: a rank's segments tell which piece they are of.
     lengths = some_lengths()
-    config = WlbConfig(
-        packing=packing,
-        quadratic_at=QUADRATIC_AT,
-        thresholds="24,40",
-        max_delay=6,
-        micro_batch_cost=0.0,
-        document_cost=0.0,
-        sharding="per-document",  # adaptive's choice is by the model's kernel times, which inspect does not know
-    )
+    config = replace(CONFIG, packing=packing, thresholds="24,40", max_delay=6, micro_batch_cost=0.0)
+    # Adaptive's choice is by the model's kernel times, which inspect does not know.
+    config = replace(config, document_cost=0.0, sharding="per-document")
     analysis = analyze(lengths, config, layout, micro_batches=3, iterations=20, seed=None)
     after = figures(analysis.after)
     expected = from_json(lengths, config, layout, micro_batches=3, iterations=20)
@@ -205,13 +182,8 @@ def test_before_is_arrival_order_by_sequence_whatever_the_settings() -> None:
 
 
 def test_balancing_is_predicted_to_help_long_tails_and_not_to_hurt_equal_lengths() -> None:
-    config = WlbConfig(
-        quadratic_at=1024 * QUADRATIC_AT,
-        sharding="per-document",
-        micro_batches_per_window="1",
-        micro_batch_cost=0.0,
-        chunks="off",
-    )
+    config = WlbConfig(quadratic_at=1024 * QUADRATIC_AT, sharding="per-document", chunks="off")
+    config = replace(config, micro_batches_per_window="1", micro_batch_cost=0.0)
 
     def predicted(config: WlbConfig, lengths: np.ndarray) -> Analysis:
         layout = Layout(context=2, pipeline=4)

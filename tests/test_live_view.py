@@ -113,26 +113,30 @@ runpy.run_module("wlb_megatron.pretrain_gpt", run_name="__main__", alter_sys=Tru
 """
 
 
-@pytest.mark.megatron
-def test_a_run_says_how_far_it_is_and_which_rank_computes_slowly(corpus: Path, tmp_path: Path) -> None:
-    script, log = tmp_path / "script.py", tmp_path / "log.jsonl"
-    script.write_text(SLOW_RANK)
-    more = f"--data-path {corpus} --global-batch-size 2 --train-iters 4 --split 1,0,0 --wlb-log {log}"
-    arguments = [*flags(context=2), *more.split()]
-    done = forked_ranks.run([str(script)], arguments, 2, cpu_environment(), timeout=120)
+@pytest.fixture(scope="module")
+def shown(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
+    """What a run over two ranks printed of itself, and the last line of its log."""
+    folder = tmp_path_factory.mktemp("slow")
+    (folder / "script.py").write_text(SLOW_RANK)
+    more = f"--data-path {corpus} --global-batch-size 2 --train-iters 4 --split 1,0,0 --timing-log-level 2"
+    arguments = [*flags(context=2), *more.split(), "--wlb-log", str(folder / "log.jsonl")]
+    done = forked_ranks.run([str(folder / "script.py")], arguments, 2, cpu_environment(), timeout=120)
     assert done.returncode == 0, failure(done)
+    return done.stdout, json.loads((folder / "log.jsonl").read_text().splitlines()[-1])
+
+
+@pytest.mark.megatron
+def test_a_run_says_how_far_it_is_and_which_rank_computes_slowly(shown):
+    output, last = shown
     tokens, steps = sum(LENGTHS), sum(LENGTHS) / 128
     epoch = f"an epoch is {tokens} tokens, {steps:.0f} steps"
-    assert f"{epoch}; the run's 4 steps are {4 / steps:.2f} of them." in done.stdout
-    warned = [line for line in done.stdout.splitlines() if line.startswith("WARNING: wlb_megatron: rank")]
-    host = socket.gethostname()
-    assert len(warned) == 1 and warned[0].startswith(
-        f"WARNING: wlb_megatron: rank 1 on {host} (CPU) takes 50% longer"
-    )
-    assert re.search(r"\[wlb\] iteration 1 of 4 \(25\.0%\) \| imb", done.stdout)
-    assert re.search(r"\[wlb\] iteration 3 of 4 \(75\.0%, \d+ s left\) \|", done.stdout)
-    assert "/s/GPU" not in done.stdout, "of no use on CPUs"
-    last = json.loads(log.read_text().splitlines()[-1])
+    assert f"{epoch}; the run's 4 steps are {4 / steps:.2f} of them." in output
+    host, warning = socket.gethostname(), "WARNING: wlb_megatron: rank"
+    (warned,) = [line for line in output.splitlines() if line.startswith(warning)]
+    assert warned.startswith(f"{warning} 1 on {host} (CPU) takes 50% longer")
+    assert re.search(r"\[wlb\] iteration 1 of 4 \(25\.0%\) \| imb", output)
+    assert re.search(r"\[wlb\] iteration 3 of 4 \(75\.0%, \d+ s left\) \|", output)
+    assert "/s/GPU" not in output, "of no use on CPUs"
     assert last["seconds_left"] == 0 and last["train_iterations"] == 4 and last["time"] > 1.7e9
     assert (last["slowest_rank"], last["slowest_host"], last["slowest_excess"]) == (1, host, 0.5)
 
@@ -230,14 +234,10 @@ def test_a_chosen_sharding_is_named_in_its_plan() -> None:
 
 
 def plan_of(grid: list[list[list[int]]]) -> IterationPlan:
-    rows = tuple(
-        tuple(
-            MicroBatch(tuple(Piece(0, at, 0, n) for at, n in enumerate(tokens)), sum(tokens))
-            for tokens in row
-        )
-        for row in grid
-    )
-    return IterationPlan(0, (), rows, ())
+    def micro_batch(tokens: list[int]) -> MicroBatch:
+        return MicroBatch(tuple(Piece(0, at, 0, n) for at, n in enumerate(tokens)), sum(tokens))
+
+    return IterationPlan(0, (), tuple(tuple(map(micro_batch, row)) for row in grid), ())
 
 
 def job_of(costs: Costs | None = None, **changes: Any) -> TrainingJob:
@@ -518,11 +518,8 @@ def test_megatrons_lists_of_timers_are_continued_and_other_lists_stay() -> None:
 
 
 @pytest.mark.megatron
-def test_the_plugins_timers_stand_among_megatrons(corpus: Path) -> None:
-    more = f"--data-path {corpus} --global-batch-size 2 --train-iters 3 --split 1,0,0 --timing-log-level 2"
-    done = launch([*flags(context=2), *more.split()], 2)
-    assert done.returncode == 0, failure(done)
-    shown = re.findall(r"^ +([a-z-]+) \.+: \(([0-9.]+), ([0-9.]+)\)", done.stdout, re.MULTILINE)
-    at_most = {name: max(float(most) for n, _, most in shown if n == name) for name, *_ in shown}
+def test_the_plugins_timers_stand_among_megatrons(shown):
+    lines = re.findall(r"^ +([a-z-]+) \.+: \(([0-9.]+), ([0-9.]+)\)", shown[0], re.MULTILINE)
+    at_most = {name: max(float(most) for n, _, most in lines if n == name) for name, *_ in lines}
     assert {"forward-backward", "wlb-draw", "wlb-planning", "wlb-key-exchange"} <= at_most.keys()
     assert at_most["wlb-key-exchange"] < at_most["forward-backward"]
