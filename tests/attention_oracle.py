@@ -17,6 +17,7 @@ from wlb_megatron.attention.sharded_attention import sharded_attention
 from wlb_megatron.sharding.alignment import padding
 from wlb_megatron.sharding.calls.attention_calls import attention_layout
 from wlb_megatron.sharding.segments import ShardPlan
+from wlb_megatron.sharding.select import shard
 
 torch.set_num_threads(1)
 SCALE = 0.37
@@ -69,6 +70,11 @@ def one_document_at_a_time(lengths, x: Tensors, scale=SCALE, window=None, sink=N
     out = torch.cat(outs)[torch.cat(order).argsort()]
     grads = torch.autograd.grad(out, (q, k, v) if sink is None else (q, k, v, sink), x.dout)
     return out.detach(), *grads
+
+
+def whole_call(lengths):
+    """The one kernel call of whole documents on one rank."""
+    return device_layout(attention_layout(shard(lengths, 1, "per-document"), 0), "cpu").diagonals
 
 
 def each_sequence(q, k, v, bounds, scale, seen):

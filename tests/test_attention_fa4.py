@@ -22,6 +22,7 @@ from attention_oracle import (
     padded,
     random_tensors,
     sequence_gradients,
+    whole_call,
 )
 from hypothesis import given, settings
 
@@ -222,18 +223,17 @@ def asked():
     """The backend imported over the stand-in."""
     stand_in, patch = Asked(), pytest.MonkeyPatch()
     module = ModuleType(NAME)
-    module._flash_attn_fwd = partial(stand_in.forward)
-    module._flash_attn_bwd = partial(stand_in.backward)
-    module._bwd_preprocess, module._bwd_postprocess_convert = lambda: None, lambda: None
     module._tile_size_bwd_sm90, module.BIN_BATCH_SEARCH_THRESH = lambda *_: TILES, 4
-    stand_in.module_functions = (
-        module._flash_attn_fwd,
-        module._bwd_preprocess,
-        module._flash_attn_bwd,
-        module._bwd_postprocess_convert,
-    )
-    for function in stand_in.module_functions:
+    functions = {
+        "_flash_attn_fwd": partial(stand_in.forward),
+        "_bwd_preprocess": lambda: None,
+        "_flash_attn_bwd": partial(stand_in.backward),
+        "_bwd_postprocess_convert": lambda: None,
+    }
+    stand_in.module_functions = tuple(functions.values())
+    for name, function in functions.items():
         function.compile_cache = {}
+        setattr(module, name, function)
     parts = NAME.split(".")
     for depth in range(1, len(parts)):
         package = ".".join(parts[:depth])
@@ -244,6 +244,9 @@ def asked():
     yield stand_in
     sys.modules.pop("wlb_megatron.attention.kernels.fa4_backend", None)
     patch.undo()
+
+
+PLAN = shard(padded([9, 30], 2), 2, "per-document")
 
 
 def attend(asked, plan, x, deterministic=False, **way):
@@ -272,20 +275,17 @@ def test_any_plan_is_attended_exactly(asked, one_call, plan):
 
 @pytest.mark.parametrize("window", [None, 5])
 def test_sinks_take_their_share_of_the_merged_log_sum_exp(asked, window):
-    plan = shard(padded([9, 30], 2), 2, "per-document")
     sink = torch.linspace(-1, 2, 4, dtype=torch.float64)
-    attend(asked, plan, random_tensors(plan.tokens), window=window, sink=sink)
+    attend(asked, PLAN, random_tensors(PLAN.tokens), window=window, sink=sink)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 1), (6, 2)])
 def test_heads_are_grouped_as_they_come(asked, heads, kv_heads):
-    plan = shard(padded([9, 30], 2), 2, "per-document")
-    attend(asked, plan, random_tensors(plan.tokens, heads=heads, kv_heads=kv_heads))
+    attend(asked, PLAN, random_tensors(PLAN.tokens, heads=heads, kv_heads=kv_heads))
 
 
 def test_keys_values_and_their_gradients_are_halves_of_one_buffer(asked):
-    plan = shard(padded([9, 30], 2), 2, "per-document")
-    for call in attend(asked, plan, random_tensors(plan.tokens)):
+    for call in attend(asked, PLAN, random_tensors(PLAN.tokens)):
         first, second = (call["k"], call["v"]) if "k" in call else (call["dk"], call["dv"])
         assert second.data_ptr() - first.data_ptr() == first[0].numel() * first.element_size()
         assert first.stride(0) == 2 * first[0].numel()
@@ -293,15 +293,13 @@ def test_keys_values_and_their_gradients_are_halves_of_one_buffer(asked):
 
 @pytest.mark.parametrize(("dim", "v_dim", "channels"), [(192, 128, 128), (24, 16, 24), (16, 16, 16)])
 def test_narrow_values_are_given_as_they_are_where_tried_and_else_padded(asked, dim, v_dim, channels):
-    plan = shard(padded([9, 30], 2), 2, "per-document")
-    x = random_tensors(plan.tokens, heads=2, kv_heads=2, dim=dim, v_dim=v_dim)
-    assert {call["v"].shape[-1] for call in attend(asked, plan, x) if "v" in call} == {channels}
+    x = random_tensors(PLAN.tokens, heads=2, kv_heads=2, dim=dim, v_dim=v_dim)
+    assert {call["v"].shape[-1] for call in attend(asked, PLAN, x) if "v" in call} == {channels}
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_deterministic_mode_reaches_every_backward(asked, deterministic):
-    plan = shard(padded([9, 30], 2), 2, "per-document")
-    calls = attend(asked, plan, random_tensors(plan.tokens), deterministic)
+    calls = attend(asked, PLAN, random_tensors(PLAN.tokens), deterministic)
     assert {call["deterministic"] for call in calls if "dk" in call} == {deterministic}
 
 
@@ -313,7 +311,7 @@ def test_only_the_first_call_of_a_kind_goes_through_the_functions(
     asked, lengths, kv_heads, deterministic, functions
 ):
     """The backward of deterministic mode always does, and so do calls of more sequences than the limit, here 4."""
-    call = device_layout(attention_layout(shard(lengths, 1, "per-document"), 0), "cpu").diagonals
+    call = whole_call(lengths)
     kernels, results = asked.backend.FlashAttention4Kernels(deterministic), []
     x = random_tensors(sum(lengths), heads=4, kv_heads=kv_heads)
     before = asked.functions
@@ -328,14 +326,8 @@ def test_only_the_first_call_of_a_kind_goes_through_the_functions(
 
 def each_kind_of_call():
     """Calls that choose different kernels, of sizes that must not matter, with heads, key heads and channels."""
-    shapes = (
-        (4, 2, 16, 16),
-        (4, 4, 16, 16),
-        (2, 2, 16, 16),
-        (4, 1, 16, 16),
-        (4, 2, 32, 32),
-        (2, 2, 192, 128),
-    )
+    heads = (4, 2), (4, 4), (2, 2), (4, 1)
+    shapes = *((*pair, 16, 16) for pair in heads), (4, 2, 32, 32), (2, 2, 192, 128)
     for lengths, window in product(([9, 30], [1, 1, 1], [300, 4], [560]), (None, 0, 3)):
         plan = shard(padded(lengths, 2), 2, "per-document")
         layout = device_layout(attention_layout(plan, 0, window), "cpu")
@@ -355,14 +347,9 @@ def test_a_noted_kernel_is_launched_only_where_its_function_would_choose_it(aske
     noting, direct = asked.backend.FlashAttention4Kernels(), 0
     for call, (heads, kv_heads, dim, v_dim), dtype in each_kind_of_call():
         kv_shape = (2, kv_heads, dim) if dim == v_dim else (kv_heads, dim + v_dim)
-        q, kv, dout = (
-            torch.randn(rows, *shape, dtype=dtype)
-            for rows, shape in (
-                (call.q_rows, (heads, dim)),
-                (call.kv_rows, kv_shape),
-                (call.q_rows, (heads, v_dim)),
-            )
-        )
+        q = torch.randn(call.q_rows, heads, dim, dtype=dtype)
+        kv = torch.randn(call.kv_rows, *kv_shape, dtype=dtype)
+        dout = torch.randn(call.q_rows, heads, v_dim, dtype=dtype)
         names, results = launched(asked, asked.backend.FlashAttention4Kernels(), call, q, kv, dout)
         before = asked.functions
         again, same = launched(asked, noting, call, q, kv, dout)
@@ -375,9 +362,7 @@ def test_a_noted_kernel_is_launched_only_where_its_function_would_choose_it(aske
 def test_tensors_that_functions_would_copy_or_compile_for_go_through_them(asked):
     """Addresses between multiples of 16 bytes, which the stand-in refuses, and a single row with a stride of 0."""
     kernels, x = asked.backend.FlashAttention4Kernels(), random_tensors(9)
-    call, single = (
-        device_layout(attention_layout(shard([n], 1, "per-document"), 0), "cpu").diagonals for n in (9, 1)
-    )
+    call, single = whole_call([9]), whole_call([1])
     kv = torch.stack((x.k, x.v), 1)
     before = asked.functions
     for _ in range(2):
@@ -413,8 +398,7 @@ def test_rows_are_merged_from_contiguous_ones_as_the_gpu_wants_them(asked, monke
 
     monkeypatch.setattr(sharded_attention, "merge_rows", merge_rows)
     monkeypatch.setattr(sharded_attention, "spread_four", spread_four)
-    plan = shard(padded([9, 30], 2), 2, "per-document")
-    attend(asked, plan, random_tensors(plan.tokens), sink=torch.zeros(4, dtype=torch.float64))
+    attend(asked, PLAN, random_tensors(PLAN.tokens), sink=torch.zeros(4, dtype=torch.float64))
 
 
 def test_lengths_are_told_long_enough_for_one_kernel_to_serve_all(asked, monkeypatch):
@@ -426,13 +410,12 @@ def test_lengths_are_told_long_enough_for_one_kernel_to_serve_all(asked, monkeyp
     )
     noted.compile_cache = {}
     for tokens in (1, 600):
-        call = device_layout(attention_layout(shard([tokens], 1, "per-document"), 0), "cpu").diagonals
         x = random_tensors(tokens)
-        asked.backend.FlashAttention4Kernels().forward(call, x.q, torch.stack((x.k, x.v), 1), SCALE)
-    assert [arguments["max_seqlen_q"] for arguments in calls] == [
-        arguments["max_seqlen_k"] for arguments in calls
-    ]
-    assert [arguments["max_seqlen_q"] for arguments in calls] == [512, 600]
+        asked.backend.FlashAttention4Kernels().forward(
+            whole_call([tokens]), x.q, torch.stack((x.k, x.v), 1), SCALE
+        )
+    longest = [(arguments["max_seqlen_q"], arguments["max_seqlen_k"]) for arguments in calls]
+    assert longest == [(512, 512), (600, 600)]
 
 
 def test_the_installed_package_takes_what_the_stand_in_takes(monkeypatch):

@@ -21,6 +21,7 @@ from attention_oracle import (
     padded,
     random_tensors,
     sequence_gradients,
+    whole_call,
 )
 from megatron.core.transformer.enums import AttnMaskType
 
@@ -85,10 +86,8 @@ class Asked:
         self.bounds = cu_q, cu_kv
         if call["o_format"] == "thd":
             return self._forward(call, cu_q, cu_kv, q, k, v)
-        assert q.shape[:2] == (len(cu_q) - 1, max_q) and k.shape[:2] == v.shape[:2] == (
-            len(cu_kv) - 1,
-            max_kv,
-        )
+        assert q.shape[:2] == (len(cu_q) - 1, max_q)
+        assert k.shape[:2] == v.shape[:2] == (len(cu_kv) - 1, max_kv)
         flat = [x.flatten(0, 1) for x in (q, k, v)]
         out, (stats, rng) = self._forward(as_packed(call, cu_q, cu_kv), cu_q, cu_kv, *flat)
         # Of a batch [b, s, heads, dim] the statistics are [b, heads, s, 1].
@@ -97,9 +96,8 @@ class Asked:
 
     def _forward(self, call, cu_q, cu_kv, q, k, v):
         if call["qkv_layout"] == "thd_t2hd":
-            assert k.data_ptr() + k[0].numel() * k.element_size() == v.data_ptr(), (
-                "keys and values side by side"
-            )
+            side_by_side = k.data_ptr() + k[0].numel() * k.element_size() == v.data_ptr()
+            assert side_by_side, "keys and values"
         else:
             assert call["qkv_layout"] == "thd_thd_thd" and k.is_contiguous() and v.is_contiguous()
         out = q.new_empty(*q.shape[:2], v.shape[-1])
@@ -217,34 +215,29 @@ def test_its_masks_and_windows_are_those_of_the_oracle(asked, window):
     assert forward["window_size"] == backward["window_size"] == (-1 if window is None else window, 0)
 
 
+def forwards(asked, plan):
+    """Each call of each rank, and what the engine is asked for it."""
+    kernels = asked.backend.TransformerEngineKernels()
+    for rank in range(plan.cp_size):
+        layout = device_layout(attention_layout(plan, rank), "cpu")
+        for call in (layout.diagonals, layout.rectangles):
+            keys = torch.zeros(call.kv_rows, 2, 2, 4, dtype=torch.float64)
+            kernels.forward(call, random_tensors(call.q_rows).q, keys, SCALE)
+            yield call, asked.calls[-1]
+
+
 def test_lengths_without_padding_are_told_by_one_tensor_twice(asked):
     """Transformer Engine takes padding for granted unless both are the same object, and then it is slower."""
-    plan = shard(padded([16, 7, 9], 2), 2, "per-document")
-    for rank in range(2):
-        layout = device_layout(attention_layout(plan, rank), "cpu")
-        kernels, x = asked.backend.TransformerEngineKernels(), random_tensors(layout.tokens)
-        for call in (layout.diagonals, layout.rectangles):
-            keys = torch.zeros(call.kv_rows, 2, 2, 4, dtype=x.q.dtype)
-            kernels.forward(call, random_tensors(call.q_rows).q, keys, SCALE)
-            passed = asked.calls[-1]
-            assert passed["cu_seqlens_q_padded"] is asked.bounds[0]
-            assert passed["cu_seqlens_kv_padded"] is asked.bounds[1]
-            assert (asked.bounds[0] is asked.bounds[1]) == call.causal
+    for call, passed in forwards(asked, shard(padded([16, 7, 9], 2), 2, "per-document")):
+        assert passed["cu_seqlens_q_padded"] is asked.bounds[0]
+        assert passed["cu_seqlens_kv_padded"] is asked.bounds[1]
+        assert (asked.bounds[0] is asked.bounds[1]) == call.causal
 
 
 def test_rectangles_have_no_mask_and_diagonals_the_fast_causal_one(asked):
-    plan = shard([64], 2, "per-document")
-    masks = {}
-    for rank in range(2):
-        layout = device_layout(attention_layout(plan, rank), "cpu")
-        kernels = asked.backend.TransformerEngineKernels()
-        for name, call in (("diagonal", layout.diagonals), ("rectangle", layout.rectangles)):
-            keys = torch.zeros(call.kv_rows, 2, 2, 4, dtype=torch.float64)
-            kernels.forward(call, random_tensors(call.q_rows).q, keys, SCALE)
-            masks.setdefault(name, set()).add(
-                (asked.calls[-1]["attn_mask_type"], asked.calls[-1]["window_size"])
-            )
-    assert masks == {"diagonal": {("padding_causal", (-1, 0))}, "rectangle": {("padding", (-1, -1))}}
+    asked_for = forwards(asked, shard([64], 2, "per-document"))
+    masks = {(call.causal, passed["attn_mask_type"], passed["window_size"]) for call, passed in asked_for}
+    assert masks == {(True, "padding_causal", (-1, 0)), (False, "padding", (-1, -1))}
 
 
 @pytest.mark.parametrize(
@@ -267,16 +260,12 @@ def test_deterministic_mode_reaches_the_backward_kernel(asked, deterministic):
 )
 def test_the_flag_and_the_environment_variable_ask_for_it(asked, monkeypatch, mode, variable, expected):
     """--deterministic-mode, or NVTE_ALLOW_NONDETERMINISTIC_ALGO=0, as for Transformer Engine's own attention."""
-    from test_attention_module import build
+    from test_attention_module import Engine, build
 
-    base = type(
-        "Engine", (torch.nn.Module,), {"__module__": "transformer_engine.pytorch", "__init__": _as_module}
-    )
-    if variable is None:
-        monkeypatch.delenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", raising=False)
-    else:
+    monkeypatch.delenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", raising=False)
+    if variable is not None:
         monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", variable)
-    module = build(base, mask=AttnMaskType.causal, deterministic_mode=mode, kv_channels=8)
+    module = build(Engine, mask=AttnMaskType.causal, deterministic_mode=mode, kv_channels=8)
     name, kernels = module.kernels
     assert name == "cudnn" and kernels.deterministic is expected
 
@@ -294,10 +283,6 @@ def test_what_the_kernels_cannot_do_is_refused_when_built(asked, dim, capability
         asked.backend.refuse_unfit(dim, capability)
     asked.backend.refuse_unfit(256, (9, 0))
     asked.backend.refuse_unfit(64, (10, 0))
-
-
-def _as_module(self, **_):
-    torch.nn.Module.__init__(self)
 
 
 @pytest.mark.parametrize("window", [None, 5])
@@ -352,32 +337,23 @@ def test_what_a_warm_up_ran_as_a_batch_comes_as_one_in_training(asked, window):
 
 def test_other_sizes_and_other_heads_than_expected_go_packed(asked):
     kernels, x = asked.backend.TransformerEngineKernels(), random_tensors(24)
-    kv = torch.stack((x.k, x.v), dim=1)
 
-    def form(lengths):
-        call = device_layout(attention_layout(shard(lengths, 1, "per-document"), 0), "cpu").diagonals
-        kernels.forward(call, x.q, kv, SCALE)
+    def form(lengths, x=x):
+        kernels.forward(whole_call(lengths), x.q, torch.stack((x.k, x.v), dim=1), SCALE)
         return asked.calls[-1]["o_format"]
 
-    kernels.expect(
-        device_layout(attention_layout(shard([24], 1, "per-document"), 0), "cpu").diagonals, x.q, kv
-    )
+    kernels.expect(whole_call([24]), x.q, torch.stack((x.k, x.v), dim=1))
     assert form([24]) == "bshd"
     assert {form([12, 12]), form([8, 16])} == {"thd"}
     assert asked.backend.TransformerEngineKernels(True) is not kernels
-    narrow = random_tensors(24, dim=2, v_dim=2)
-    call = device_layout(attention_layout(shard([24], 1, "per-document"), 0), "cpu").diagonals
-    kernels.forward(call, narrow.q, torch.stack((narrow.k, narrow.v), dim=1), SCALE)
-    assert asked.calls[-1]["o_format"] == "thd"
+    assert form([24], random_tensors(24, dim=2, v_dim=2)) == "thd"
 
 
 def test_a_plan_with_only_whole_documents_makes_one_call_each_way(asked):
     plan = ShardPlan(np.array([8, 8]), (np.array([[0, 0, 8]]), np.array([[1, 0, 8]])))
-    layout = device_layout(attention_layout(plan, 0), "cpu")
-    x = random_tensors(8)
-    q, k, v = (t.requires_grad_() for t in (x.q, x.k, x.v))
-    kernels = asked.backend.TransformerEngineKernels()
-    sharded_attention(q, k, v, layout, None, kernels, SCALE).backward(x.dout)
+    layout, x = device_layout(attention_layout(plan, 0), "cpu"), random_tensors(8)
+    inputs, kernels = (t.requires_grad_() for t in (x.q, x.k, x.v)), asked.backend.TransformerEngineKernels()
+    sharded_attention(*inputs, layout, None, kernels, SCALE).backward(x.dout)
     assert len(asked.calls) == 2
 
 
@@ -408,7 +384,7 @@ def test_layers_of_a_micro_batch_share_the_rounded_bounds_and_keep_none_of_earli
     kernels, x = asked.backend.TransformerEngineKernels(), random_tensors(24)
     kv = torch.stack((x.k, x.v), dim=1)
     for _ in range(2):
-        call = device_layout(attention_layout(shard([12, 7, 5], 1, "per-document"), 0), "cpu").diagonals
+        call = whole_call([12, 7, 5])
         bounds = []
         for _ in range(2):
             kernels.forward(call, x.q, kv, SCALE)
