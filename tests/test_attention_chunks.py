@@ -153,27 +153,23 @@ def test_a_failed_step_leaves_nothing_behind_once_caches_are_cleared():
     clear_caches()
     assert cached_bytes() == cache.bytes == 0
     # And the next step is as if nothing had been.
-    results, *_ = iteration.on_rank(0, member, x, Layer(), cache)
-    expected, *_ = iteration.on_rank(0, member, x, Layer(), KeyCache())
-    assert all(
-        torch.equal(a, b)
-        for tensors, expected_tensors in zip(results, expected, strict=True)
-        for a, b in zip(tensors, expected_tensors, strict=True)
+    again, fresh = (
+        [tensor for row in iteration.on_rank(0, member, x, Layer(), keys)[0] for tensor in row]
+        for keys in (cache, KeyCache())
     )
+    assert all(torch.equal(a, b) for a, b in zip(again, fresh, strict=True))
+
+
+BEFORE_LATER = "backward of micro-batch 0 before that of 1 later ones that see its keys"
+KEEPS_NONE = "micro-batch 1 sees keys of micro-batch 0, of which the layer keeps none"
 
 
 @pytest.mark.parametrize(
     ("order", "says"),
     [
-        (
-            [(0, False), (1, False), (0, True)],
-            "backward of micro-batch 0 before that of 1 later ones that see its keys",
-        ),
-        ([(1, False)], "micro-batch 1 sees keys of micro-batch 0, of which the layer keeps none"),
-        (
-            [(0, False), (0, True), (1, False)],
-            "micro-batch 1 sees keys of micro-batch 0, of which the layer keeps none",
-        ),
+        ([(0, False), (1, False), (0, True)], BEFORE_LATER),
+        ([(1, False)], KEEPS_NONE),
+        ([(0, False), (0, True), (1, False)], KEEPS_NONE),
     ],
     ids=["backwards in order", "a step without the first chunk", "backward before the last chunk's forward"],
 )
@@ -204,14 +200,13 @@ def test_keys_of_a_prefix_travel_only_to_ranks_that_lack_them():
     """[0, 32) then [32, 48) over two ranks: 8 rows each way for the first; then each rank sends its 16 of the prefix,
     and its share of the new 16 as ever: 8 to the one that holds [32, 36) and [44, 48), 4 to the other."""
     iteration = Iteration(*shard_plans([[Piece(0, 0, 0, 32)], [Piece(0, 0, 32, 48, 32)]], 2, "per-document"))
-    group = ThreadGroup(2)
-    x = iteration.tensors()
+    group, x = ThreadGroup(2), iteration.tensors()
+
+    def run(rank):
+        iteration.on_rank(rank, Member(group, rank), x, Layer(), KeyCache())
+
     with ThreadPoolExecutor(2) as pool:
-        list(
-            pool.map(
-                lambda rank: iteration.on_rank(rank, Member(group, rank), x, Layer(), KeyCache()), range(2)
-            )
-        )
+        list(pool.map(run, range(2)))
     first, second = 16 + 8, 16 + 16 + 8 + 4
     # Gradients come back; keys that came from a prefix are not saved, but travel again in backward.
     assert group.traffic == 2 * first + 3 * second

@@ -246,19 +246,17 @@ def test_what_each_part_gains_is_what_its_settings_gain(tmp_path, reported):
 
     analysis = reported(f"analyze {job}")
     gains = {gain["name"]: gain for gain in analysis["gains"]}
-    assert list(gains) == [
-        "sharding of each document", "packing of whole documents", "delay of long documents",
-        "number of micro-batches", "long documents in chunks", "fixed windows, balanced",
-    ]  # fmt: skip
     one_whole = "--micro-batches-per-window 1 --chunks off"
-    for name, flags in {
+    settings = {
         "sharding of each document": "--packing original --chunks off",
         "packing of whole documents": f"{one_whole} --max-delay 0 --thresholds none",
         "delay of long documents": one_whole,
         "number of micro-batches": "--chunks off",
         "long documents in chunks": "--chunks on",
         "fixed windows, balanced": "--packing fixed-greedy --chunks off",
-    }.items():
+    }
+    assert list(gains) == list(settings)
+    for name, flags in settings.items():
         assert gains[name]["by_token"] == pytest.approx(speedup(flags), abs=1e-9), name
     alone = speedup(f"{one_whole} --max-delay 0 --thresholds none --sharding per-sequence")
     assert gains["packing of whole documents"]["alone"] == pytest.approx(alone)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -52,10 +52,9 @@ def test_ids_run_on_over_the_corpora_and_read_their_tokens(two: list[str]) -> No
 def test_a_stream_over_a_blend_reads_every_token_once(two: list[str]) -> None:
     blend = Blend(two)
     stream = DocumentStream(blend.corpora(), Rules(4, seed=1))
-    tokens: list[int] = []
-    while (piece := stream.next()) is not None:
-        tokens += blend.read(piece.document, piece.start, piece.end).tolist()
-    assert sorted(tokens) == [*range(100, 110), *range(200, 216)]
+    pieces = iter(stream.next, None)
+    tokens = [blend.read(piece.document, piece.start, piece.end).tolist() for piece in pieces]
+    assert sorted(chain(*tokens)) == [*range(100, 110), *range(200, 216)]
 
 
 def test_the_same_corpus_twice_has_two_ids_for_each_document(two: list[str]) -> None:
@@ -66,11 +65,8 @@ def test_the_same_corpus_twice_has_two_ids_for_each_document(two: list[str]) -> 
 
 def test_train_valid_and_test_share_ids_and_no_document(two: list[str]) -> None:
     blend = Blend(two, [1.0, 3.0])
-    seen: list[int] = []
-    for part in SPLITS:
-        stream = DocumentStream(blend.corpora("60,20,20", part), Rules(100))
-        while (piece := stream.next()) is not None:
-            seen.append(piece.document)
+    streams = [DocumentStream(blend.corpora("60,20,20", part), Rules(100)) for part in SPLITS]
+    seen = [piece.document for stream in streams for piece in iter(stream.next, None)]
     assert sorted(seen) == [0, 2, 3, 4, 5, 6, 7]  # 1 is empty
 
 
@@ -140,15 +136,11 @@ def test_a_split_that_makes_no_sense_is_refused(split: str) -> None:
 def test_the_corpus_that_comes_again_first_is_known_with_the_tokens_given_by_then(weights, first):
     """300 tokens at half of the tokens last for 600; 1,500 at nine tenths for 1,667."""
     lengths = {"small": [10] * 30, "large": [15] * 100}
-    corpora, first_id = [], 0
-    for (name, of), weight in zip(lengths.items(), weights, strict=True):
-        corpora.append(Corpus(name, np.array(of), first_id, weight))
-        first_id += len(of)
+    rows = zip(lengths.items(), (0, 30), weights, strict=True)
+    corpora = [Corpus(name, np.array(tokens), begin, weight) for (name, tokens), begin, weight in rows]
     stream = DocumentStream(corpora, Rules(window=64))
     name, expected = stream.first_pass()
     given = 0
     while max(epochs(stream.state())) < 1:
-        piece = stream.next()
-        assert piece is not None
-        given += piece.tokens
+        given += stream.next().tokens
     assert name == first and abs(given - expected) <= 30

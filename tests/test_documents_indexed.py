@@ -9,6 +9,7 @@ import struct
 import tracemalloc
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from itertools import combinations_with_replacement
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from wlb_megatron.cli import main
 from wlb_megatron.documents.indexed import IndexedCorpus, TokenFiles, read_index
 from wlb_megatron.errors import WlbError
 from wlb_megatron.plugin.flags import data_paths
@@ -71,25 +71,17 @@ def corpus(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.int64, np.int16])
-def test_documents_of_one_or_several_or_no_sequences_read_back_whole(tmp_path: Path, dtype: type) -> None:
+def test_documents_of_one_or_several_or_no_sequences_read_back_whole_and_in_any_range(tmp_path, dtype):
     written = write_corpus(tmp_path / "corpus", DOCUMENTS, dtype)
     reader = IndexedCorpus(tmp_path / "corpus")
     assert reader.index.lengths.dtype == np.int64
     assert reader.index.lengths.tolist() == [5, 7, 0, 1, 0, 6, 7, 0]
     assert reader.index.token_type == np.dtype(dtype)
     for document, tokens in enumerate(written):
-        read = reader.read(document, 0, len(tokens))
-        assert read.dtype == np.int64
-        assert read.tolist() == tokens
-
-
-def test_any_range_of_a_document_reads_those_tokens(tmp_path: Path) -> None:
-    written = write_corpus(tmp_path / "corpus", DOCUMENTS, np.uint16)
-    reader = IndexedCorpus(tmp_path / "corpus")
-    for document, tokens in enumerate(written):
-        for start in range(len(tokens) + 1):
-            for end in range(start, len(tokens) + 1):
-                assert reader.read(document, start, end).tolist() == tokens[start:end]
+        for start, end in combinations_with_replacement(range(len(tokens) + 1), 2):
+            read = reader.read(document, start, end)
+            assert read.dtype == np.int64
+            assert read.tolist() == tokens[start:end]
 
 
 @pytest.mark.parametrize(
@@ -113,7 +105,7 @@ def test_offsets_equal_the_ones_that_megatron_reads(corpus: Path) -> None:
         assert ours.index.lengths[document] == len(expected)
 
 
-def test_a_corpus_made_of_files_reads_back_in_megatron_as_their_bytes(tmp_path, capsys):
+def test_a_corpus_made_of_files_reads_back_in_megatron_as_their_bytes(tmp_path, command):
     """`wlb-megatron corpus` writes the pair without Megatron."""
     indexed_dataset = pytest.importorskip("megatron.core.datasets.indexed_dataset")
     texts = {"a.txt": b"one", "b/c.txt": bytes(range(256)), "d.txt": b""}
@@ -121,16 +113,16 @@ def test_a_corpus_made_of_files_reads_back_in_megatron_as_their_bytes(tmp_path, 
         (tmp_path / "texts" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "texts" / name).write_bytes(text)
     prefix = tmp_path / "new" / "corpus"
-    made = ["corpus", str(prefix), "--files", str(tmp_path / "texts"), "--glob", "*.txt"]
-    assert main(made) == 0
-    assert "3 documents, 262 tokens" in capsys.readouterr().out
+    texts_of = f"--files {tmp_path / 'texts'} --glob *.txt"
+    code, out, _ = command(f"corpus {prefix} {texts_of}")
+    assert code == 0 and "3 documents, 262 tokens" in out
     theirs = indexed_dataset.IndexedDataset(str(prefix))
     assert [theirs[at].tolist() for at in range(3)] == [[*text, 256] for text in texts.values()]
     assert theirs.document_indices.tolist() == [0, 1, 2, 3]
-    assert main([*made[:2], "--files", str(tmp_path / "nothing")]) == 2
+    assert command(f"corpus {prefix} --files {tmp_path / 'nothing'}")[0] == 2
     (tmp_path / "file").touch()
-    assert main(["corpus", str(tmp_path / "file" / "corpus"), *made[2:]]) == 2
-    assert "give another PREFIX" in capsys.readouterr().err
+    code, _, err = command(f"corpus {tmp_path / 'file' / 'corpus'} {texts_of}")
+    assert code == 2 and "give another PREFIX" in err
 
 
 def test_prefix_idx_and_bin_name_the_same_corpus(corpus: Path) -> None:
