@@ -58,7 +58,12 @@ SUMMARY = PlanSummary(0, 0, 0, 0, 1.0, 1.0, 1.0, 1, 0, 0.0, 0, 0)
 SHARDINGS = ["per-sequence", "per-document", "hybrid"]
 
 
-def planned(pieces: list[Piece], cp: int, sharding: str) -> PlannedMicroBatch:
+HOLDS_TOKENS = Layout(0, 1, 8, True)
+ALL_TENSORS = Layout(0, 1, 8, True, routes=True, follows=1, by_document=True)
+"""Of which each micro-batch has seven."""
+
+
+def planned(pieces: list[Piece], cp: int = 1, sharding: str = "per-document") -> PlannedMicroBatch:
     padded = pad(tuple(pieces), cp)
     plan = shard(np.array([piece.tokens for piece in padded], dtype=np.int64), cp, sharding)
     return PlannedMicroBatch(0, 0, padded, plan, SUMMARY, 0.0)
@@ -76,6 +81,18 @@ def corpus_of(folder: Path, documents: list[list[int]]) -> Blend:
     return Blend([str(folder / "documents")])
 
 
+def whole(document: int, tokens: int = 4, **changes: Any) -> PlannedMicroBatch:
+    """A micro-batch of one document."""
+    return replace(planned([Piece(0, document, 0, tokens)]), **changes)
+
+
+def loader_of(
+    corpus: Blend, sampler: Any, layout: Layout = HOLDS_TOKENS, workers: int = 1, **more: Any
+) -> Any:
+    how = {"workers": workers, "prefetched": 4, "pin_memory": False}
+    return make_loader(corpus, sampler, layout, **how | more)
+
+
 def test_labels_shift_inside_a_document_before_it_is_cut(tmp_path: Path) -> None:
     """Tokens 0..7 as one document, CP=2: rank 0 holds 0 1 6 7 and predicts 1 2 7 nothing, rank 1 3 4 5 6."""
     corpus = corpus_of(tmp_path, [list(range(8))])
@@ -89,22 +106,17 @@ def test_labels_shift_inside_a_document_before_it_is_cut(tmp_path: Path) -> None
 
 def test_the_last_token_of_a_document_does_not_predict_the_next_document(tmp_path: Path) -> None:
     corpus = corpus_of(tmp_path, [[1, 2, 3], [11, 12, 13]])
-    batch = read(corpus, planned([Piece(0, 0, 0, 3), Piece(0, 1, 0, 3)], 1, "per-document"), 0)
+    batch = read(corpus, planned([Piece(0, 0, 0, 3), Piece(0, 1, 0, 3)]), 0)
     assert batch["tokens"] == [1, 2, 3, 11, 12, 13]
     assert batch["position_ids"] == [0, 1, 2, 0, 1, 2]
     assert batch["loss_mask"] == [1, 1, 0, 1, 1, 0]
-    assert [label for label, counts in zip(batch["labels"], batch["loss_mask"], strict=True) if counts] == [
-        2,
-        3,
-        12,
-        13,
-    ]
+    labels = [label for label, counts in zip(batch["labels"], batch["loss_mask"], strict=True) if counts]
+    assert labels == [2, 3, 12, 13]
 
 
 def test_a_cut_piece_still_predicts_the_token_that_follows_it(tmp_path: Path) -> None:
     corpus = corpus_of(tmp_path, [[1, 2, 3, 4, 5]])
-    head = read(corpus, planned([Piece(0, 0, 0, 3)], 1, "per-document"), 0)
-    tail = read(corpus, planned([Piece(0, 0, 3, 5)], 1, "per-document"), 0)
+    head, tail = (read(corpus, planned([Piece(0, 0, *ends)]), 0) for ends in ((0, 3), (3, 5)))
     assert (head["labels"], head["loss_mask"]) == ([2, 3, 4], [1, 1, 1])
     assert (tail["tokens"], tail["position_ids"], tail["loss_mask"]) == ([4, 5], [0, 1], [1, 0])
 
@@ -127,24 +139,10 @@ def test_a_chunks_last_token_predicts_the_first_of_the_next_and_positions_go_on(
         1,
         "per-document",
     )
-    assert read(corpus, head, 0) == {
-        "tokens": [1, 2, 3],
-        "labels": [2, 3, 4],
-        "loss_mask": [1, 1, 1],
-        "position_ids": [0, 1, 2],
-    }
-    assert read(corpus, middle, 0) == {
-        "tokens": [11, 12, 4],
-        "labels": [12, 0, 5],
-        "loss_mask": [1, 0, 1],
-        "position_ids": [0, 1, 3],
-    }
-    assert read(corpus, tail, 0) == {
-        "tokens": [5, 6],
-        "labels": [6, 0],
-        "loss_mask": [1, 0],
-        "position_ids": [4, 5],
-    }
+    # Tokens, labels, mask and positions.
+    assert [*read(corpus, head, 0).values()] == [[1, 2, 3], [2, 3, 4], [1, 1, 1], [0, 1, 2]]
+    assert [*read(corpus, middle, 0).values()] == [[11, 12, 4], [12, 0, 5], [1, 0, 1], [0, 1, 3]]
+    assert [*read(corpus, tail, 0).values()] == [[5, 6], [6, 0], [1, 0], [4, 5]]
 
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
@@ -182,17 +180,11 @@ def test_chunks_over_ranks_hold_together_what_the_whole_document_does(
 def test_a_step_counts_a_document_in_chunks_as_the_whole_one(tmp_path: Path) -> None:
     """FLOPs are of tokens and squared lengths: chunk [s, e) has e * e - s * s of these, all together the document's."""
     corpus = corpus_of(tmp_path, [[1] * 50, [2] * 8])
-    iteration = [
-        [Piece(0, 0, 0, 20)],
-        [Piece(0, 1, 0, 8), Piece(0, 0, 20, 33, 20)],
-        [Piece(0, 0, 33, 50, 33)],
-    ]
-    for layout in (Layout(0, 1, 8, True), Layout(1, 1, 8, False)):
-        batches = [
-            PackedDocuments(corpus, layout)[micro_batch]
-            for micro_batch in chunked(iteration, 4, "per-document")
-        ]
-        lengths = [batch.bounds.diff().tolist() for batch in batches]
+    middle = [Piece(0, 1, 0, 8), Piece(0, 0, 20, 33, 20)]
+    iteration = [[Piece(0, 0, 0, 20)], middle, [Piece(0, 0, 33, 50, 33)]]
+    for layout in (HOLDS_TOKENS, Layout(1, 1, 8, False)):
+        reader = PackedDocuments(corpus, layout)
+        lengths = [reader[each].bounds.diff().tolist() for each in chunked(iteration, 4, "per-document")]
         assert lengths == [[], [8], [50]]
 
 
@@ -204,7 +196,7 @@ def test_a_token_id_outside_the_vocabulary_is_an_error_that_names_corpus_documen
     document = [49, 0, 1, 2, 3, 4, 5, 6]
     document[at] = wild
     corpus = corpus_of(tmp_path, [[1], document])
-    micro_batch = planned([Piece(0, 1, 1, 6)], 1, "per-document")
+    micro_batch = planned([Piece(0, 1, 1, 6)])
     right = PackedDocuments(corpus, Layout(0, 1, 8, True, vocabulary=100))
     with pytest.raises(
         WlbError, match=f"documents: document 1 has token id {wild} at token {at}, .* ends at 49"
@@ -216,13 +208,9 @@ def test_a_token_id_outside_the_vocabulary_is_an_error_that_names_corpus_documen
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_workers_error_ends_the_run_with_its_own_line(workers: int, tmp_path: Path) -> None:
     corpus = corpus_of(tmp_path, [[1, 2], [3, 99]])
-    micro_batches = [planned([Piece(0, number, 0, 2)], 1, "per-document") for number in range(2)]
-    iteration = PlannedIteration(tuple(micro_batches), {}, b"")
+    iteration = PlannedIteration((whole(0, 2), whole(1, 2)), {}, b"")
     layout = Layout(0, 1, 8, True, vocabulary=50)
-    loader = make_loader(
-        corpus, MicroBatchSampler([iteration]), layout, workers=workers, prefetched=4, pin_memory=False
-    )
-    iterator = MicroBatchIterator(loader)
+    iterator = MicroBatchIterator(loader_of(corpus, MicroBatchSampler([iteration]), layout, workers))
     next(iterator)
     iterator.draw_ahead(1)
     with pytest.raises(Refused) as refused:
@@ -267,15 +255,8 @@ def test_ranks_together_hold_what_one_document_at_a_time_gives(
         batch = read(corpus, micro_batch, rank)
         sizes = {len(values) for values in batch.values()}
         assert sizes == {micro_batch.shard.tokens_per_rank[rank]}
-        found += list(
-            zip(
-                batch["position_ids"],
-                batch["tokens"],
-                map(int, batch["loss_mask"]),
-                batch["labels"],
-                strict=True,
-            )
-        )
+        columns = (batch["position_ids"], batch["tokens"], map(int, batch["loss_mask"]), batch["labels"])
+        found += list(zip(*columns, strict=True))
     for position in range(padding):
         found.remove((position, 0, 0, 0))
     assert sorted(found) == expected
@@ -286,28 +267,13 @@ def test_workers_read_ahead_without_changing_order_or_state(workers: int, tmp_pa
     """What was prefetched is not what was trained: the sampler passes each iteration with its own state."""
     corpus = corpus_of(tmp_path, [[d] * 4 for d in range(12)])
 
-    def plans() -> list[PlannedIteration]:
-        made = []
-        for iteration in range(6):
-            items = tuple(
-                PlannedMicroBatch(
-                    iteration,
-                    m,
-                    *_of(planned([Piece(0, 2 * iteration + m, 0, 4)], 1, "per-document")),
-                    SUMMARY,
-                    0.0,
-                )
-                for m in range(2)
-            )
-            made.append(
-                PlannedIteration(items, partial(dict, iteration=iteration + 1), bytes([iteration] * 8))
-            )
-        return made
+    def plans() -> Iterator[PlannedIteration]:
+        for number in range(6):
+            batches = tuple(whole(2 * number + m, iteration=number, index=m) for m in range(2))
+            yield PlannedIteration(batches, partial(dict, iteration=number + 1), bytes([number] * 8))
 
-    sampler = MicroBatchSampler(PlanAhead(lambda: iter(plans()), depth=2))
-    loader = make_loader(
-        corpus, sampler, Layout(0, 1, 8, True), workers=workers, prefetched=4, pin_memory=False
-    )
+    sampler = MicroBatchSampler(PlanAhead(plans, depth=2))
+    loader = loader_of(corpus, sampler, workers=workers)
     seen = [
         (b.planned.iteration, b.planned.index, b.held.tokens[0].tolist()) for b in MicroBatchIterator(loader)
     ]
@@ -368,10 +334,6 @@ def test_the_next_steps_micro_batches_are_drawn_from_a_steps_second_on() -> None
     assert list(_drawn("ab")) == ["a", "b"]
 
 
-def _of(micro_batch: PlannedMicroBatch) -> tuple[tuple[Piece, ...], object]:
-    return micro_batch.pieces, micro_batch.shard
-
-
 def test_every_evaluation_begins_at_the_sets_beginning_also_where_the_set_is_smaller() -> None:
     for iterations, expected in (
         (4, [0, 1, 2, 0, 0, 1, 2, 0, 0]),
@@ -414,15 +376,11 @@ def test_a_loaders_workers_are_there_before_anything_is_planned_for_evaluation(
 
     def plans() -> Iterator[PlannedIteration]:
         for iteration in range(3):
-            pieces, shard = _of(planned([Piece(0, iteration, 0, 4)], 1, "per-document"))
             made.append(iteration)
-            yield PlannedIteration((PlannedMicroBatch(iteration, 0, pieces, shard, SUMMARY, 0.0),), dict, b"")
+            yield PlannedIteration((whole(iteration, iteration=iteration),), dict, b"")
 
     again = RepeatedIterations(plans(), 4)
-    sampler = MicroBatchSampler(again)
-    loader = make_loader(
-        corpus, sampler, Layout(0, 1, 8, True), workers=workers, prefetched=4, pin_memory=False
-    )
+    loader = loader_of(corpus, MicroBatchSampler(again), workers=workers)
     iterator = EvaluationIterator(loader, again)
     processes = [worker.pid for worker in getattr(iterator._iterator, "_workers", [])]
     assert made == [] and len(processes) == workers
@@ -452,9 +410,8 @@ def no_semaphore(*_: object, **__: object) -> None:
 def test_a_full_dev_shm_ends_the_run_with_the_cure(
     place: str, fails: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    corpus, batch = corpus_of(tmp_path, [[1, 2, 3]]), planned([Piece(0, 0, 0, 3)], 1, "per-document")
-    sampler = MicroBatchSampler([PlannedIteration((batch,), dict, b"")])
-    loader = make_loader(corpus, sampler, Layout(0, 1, 8, True), workers=1, prefetched=1, pin_memory=False)
+    iteration = PlannedIteration((whole(0, 3),), dict, b"")
+    loader = loader_of(corpus_of(tmp_path, [[1, 2, 3]]), MicroBatchSampler([iteration]), prefetched=1)
     monkeypatch.setattr(place, fails)
     with pytest.raises(
         RefusedHere, match=r"^wlb_megatron: error: /dev/shm is full.*--shm-size.*--num-workers 0"
@@ -474,7 +431,7 @@ def test_an_error_while_planning_is_raised_where_the_plan_is_asked_for() -> None
 
 def test_a_stage_that_needs_no_tokens_reads_none(tmp_path: Path) -> None:
     corpus = corpus_of(tmp_path, [[1, 2]])
-    batch = PackedDocuments(corpus, Layout(0, 1, 8, False))[planned([Piece(0, 0, 0, 2)], 1, "per-document")]
+    batch = PackedDocuments(corpus, Layout(0, 1, 8, False))[whole(0, 2)]
     tensors = [field.name for field in fields(batch) if torch.is_tensor(getattr(batch, field.name))]
     assert batch.held is None and tensors == ["bounds"] and batch.bounds.tolist() == [0, 2]
 
@@ -489,8 +446,7 @@ def test_the_loader_pins_every_tensor_of_a_micro_batch(
     micro_batch = replace(
         planned([Piece(0, 0, 0, 3), Piece(0, 1, 0, 2)], 2, "per-document"), predictions=(4, 2)
     )
-    layout = Layout(0, 1, 8, True, routes=True, follows=1, by_document=True)
-    loaded = PackedDocuments(corpus, layout)[micro_batch]
+    loaded = PackedDocuments(corpus, ALL_TENSORS)[micro_batch]
     pinned_tensors: list[torch.Tensor] = []
     monkeypatch.setattr(
         torch.Tensor, "pin_memory", lambda self: pinned_tensors.append(self.clone()) or pinned_tensors[-1]
@@ -511,16 +467,8 @@ def test_the_loader_pins_every_tensor_of_a_micro_batch(
 def test_workers_outlive_the_signal_that_tells_the_trainer_to_save_and_exit(tmp_path: Path) -> None:
     """A scheduler signals every process of a job; a worker that dies of it fails the trainer's next read."""
     corpus = corpus_of(tmp_path, [[d] * 4 for d in range(8)])
-    items = [[planned([Piece(0, d, 0, 4)], 1, "per-document")] for d in range(8)]
-    loader = make_loader(
-        corpus,
-        items,  # type: ignore[arg-type]
-        Layout(0, 1, 8, True),
-        workers=1,
-        prefetched=2,
-        pin_memory=False,
-        ignored_signal=signal.SIGTERM,
-    )
+    items = [[whole(d)] for d in range(8)]
+    loader = loader_of(corpus, items, prefetched=2, ignored_signal=signal.SIGTERM)
     batches = iter(loader)
     assert next(batches).held.tokens[0, 0] == 0
     (worker,) = batches._workers  # type: ignore[attr-defined]
@@ -528,24 +476,25 @@ def test_workers_outlive_the_signal_that_tells_the_trainer_to_save_and_exit(tmp_
     assert [int(batch.held.tokens[0, 0]) for batch in batches] == list(range(1, 8))
 
 
+def files_of_tensors() -> set[str]:
+    """Names of the files by which workers have handed over the tensors that this process holds."""
+    links = (os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd"))
+    return {link for link in links if "/torch_" in link}
+
+
 def test_files_of_two_iterations_of_many_micro_batches_a_window_are_counted(tmp_path: Path) -> None:
-    """A window in eight micro-batches: those that train and those drawn ahead are held, others are read meanwhile."""
+    """A window in eight micro-batches: those that train and those drawn ahead are held, others are read meanwhile.
+
+    By name: files of earlier tests may be closed meanwhile, when what holds them is collected.
+    """
     corpus = corpus_of(tmp_path, [[d] * 4 for d in range(40)])
-    micro_batches = [planned([Piece(0, d, 0, 4)], 1, "per-document") for d in range(40)]
-    items = [[replace(micro_batch, predictions=(3, 2))] for micro_batch in micro_batches]
-    loader = make_loader(
-        corpus,
-        items,  # type: ignore[arg-type]
-        Layout(0, 1, 8, True, routes=True, follows=1, by_document=True),
-        workers=1,
-        prefetched=read_ahead(1, 8),
-        pin_memory=False,
-    )
+    items = [[whole(d, predictions=(3, 2))] for d in range(40)]
+    loader = loader_of(corpus, items, ALL_TENSORS, prefetched=read_ahead(1, 8))
     assert loader.prefetch_factor == 8
     iterator = MicroBatchIterator(loader)
-    before = len(os.listdir("/proc/self/fd"))
+    before = files_of_tensors()
     held = [next(iterator) for _ in range(16)]
-    opened = len(os.listdir("/proc/self/fd")) - before
+    opened = len(files_of_tensors() - before)
     iterator.close()
     assert 7 * 16 <= opened <= files_of_workers(1, 8) and len(held) == 16
     assert (read_ahead(4, 4), files_of_workers(4, 4)) == (8, 7 * 16)
@@ -555,20 +504,11 @@ def test_closing_ends_a_worker_that_ignores_the_signal_and_is_stuck_in_a_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     corpus = corpus_of(tmp_path, [[d] * 4 for d in range(8)])
-    items = [[planned([Piece(0, d, 0, 4)], 1, "per-document")] for d in range(8)]
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.2)
     reading = multiprocessing.Event()
     monkeypatch.setattr(corpus, "read", lambda *_: (reading.set(), threading.Event().wait()))
-    loader = make_loader(
-        corpus,
-        items,  # type: ignore[arg-type]
-        Layout(0, 1, 8, True),
-        workers=1,
-        prefetched=2,
-        pin_memory=False,
-        ignored_signal=signal.SIGTERM,
-    )
-    iterator = MicroBatchIterator(loader)
+    items = [[whole(d)] for d in range(8)]
+    iterator = MicroBatchIterator(loader_of(corpus, items, prefetched=2, ignored_signal=signal.SIGTERM))
     (worker,) = iterator._iterator._workers  # type: ignore[attr-defined]
     assert reading.wait(30)
     iterator.close()
@@ -583,8 +523,7 @@ def test_reading_a_long_micro_batch_takes_memory_for_its_tokens_and_no_mask_of_t
     tokens = 131072
     corpus = corpus_of(tmp_path, [[7] * (tokens // 2), [8] * (tokens // 4), [9] * (tokens // 4)])
     pieces = [Piece(0, document, 0, corpus.length(document)) for document in range(3)]
-    dataset = PackedDocuments(corpus, Layout(0, 1, 8, True))
-    micro_batch = planned(pieces, 1, "per-document")
+    dataset, micro_batch = PackedDocuments(corpus, HOLDS_TOKENS), planned(pieces)
     tracemalloc.start()
     batch = dataset[micro_batch]
     _, peak = tracemalloc.get_traced_memory()
