@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from dataclasses import fields
 from typing import Any
+
+import numpy as np
 
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.packing.factory import make_packer
-from wlb_megatron.packing.packer import Packer, PackingJob
+from wlb_megatron.packing.packer import PackingJob
 from wlb_megatron.packing.planner import Planner
+from wlb_megatron.packing.varlen.outlier_queues import Item
 from wlb_megatron.plan import IterationPlan, Piece
 from wlb_megatron.registry import PACKERS
+from wlb_megatron.simulator.lengths import long_tailed
 from wlb_megatron.workload.cost_model import CostModel
 
 COST = CostModel(quadratic_at=8.0, per_document=0.5)
@@ -41,32 +47,30 @@ class ListStream:
         self.given = state["given"]
 
 
-def make_planner(
-    lengths: list[int],
-    *,
-    window: int,
-    micro_batches: int,
-    dp: int = 1,
-    pp: int = 1,
-    alignment: int = 1,
-    endless: bool = False,
-    cost: CostModel = COST,
-    longest: int | None = None,
-    **settings: Any,
-) -> Planner:
-    packer = make_packer(
-        PackingJob(
-            WlbConfig(**({"micro_batches_per_window": "1"} | settings)),
-            cost,
-            window=window,
-            micro_batches=micro_batches,
-            dp=dp,
-            pp=pp,
-            alignment=alignment,
-            longest=longest,
-        )
-    )
-    return Planner(ListStream(lengths, endless), packer, global_tokens=micro_batches * dp * window)
+def make_job(*, cost: CostModel = COST, **settings: Any) -> PackingJob:
+    """A packer's job; settings: of the job or of the plugin. One micro-batch a window unless told otherwise."""
+    job = {field.name: settings.pop(field.name) for field in fields(PackingJob) if field.name in settings}
+    return PackingJob(WlbConfig(**{"micro_batches_per_window": "1"} | settings), cost, **job)
+
+
+def make_planner(lengths: Any, *, endless: bool = False, **settings: Any) -> Planner:
+    """Of documents with these lengths, or of a stream; settings: as make_job()."""
+    job = make_job(**settings)
+    stream = ListStream(lengths, endless) if isinstance(lengths, list) else lengths
+    return Planner(stream, make_packer(job), global_tokens=job.bins * job.window)
+
+
+def resumed(first: Planner, second: Planner) -> Planner:
+    """The second one, which goes on where the first stands."""
+    second.load_state(json.loads(json.dumps(first.state())))
+    return second
+
+
+def long_run(iterations: int, **settings: Any) -> list[IterationPlan]:
+    """Plans of a long-tailed corpus in windows of 128K on four stages."""
+    lengths = np.random.default_rng(0).permutation(long_tailed(131072))[:30_000].tolist()
+    job = {"window": 131072, "micro_batches": 4, "pp": 4, "endless": True} | settings
+    return run(make_planner(lengths, cost=CostModel(24576.0, 0.0, 1000.0), **job), most=iterations)
 
 
 def run(planner: Planner, most: int = 10_000) -> list[IterationPlan]:
@@ -82,6 +86,12 @@ def run(planner: Planner, most: int = 10_000) -> list[IterationPlan]:
 
 def micro_batches(plan: IterationPlan) -> list[Any]:
     return [micro_batch for row in plan.micro_batches for micro_batch in row]
+
+
+def items_of(lengths: list[int], cost: CostModel) -> list[Item]:
+    """A packer's items, one of each document."""
+    work = cost.work(lengths).tolist()
+    return [Item(w, n, i, 0, Piece(0, i, 0, n)) for i, (w, n) in enumerate(zip(work, lengths, strict=True))]
 
 
 def trained(plan: IterationPlan) -> list[Piece]:
@@ -100,12 +110,11 @@ def imbalance(plan: IterationPlan) -> float:
 
 def check_promises(
     plans: list[IterationPlan],
-    *,
-    bins: int | None,
     capacity: int,
-    most_documents: int,
-    cost: CostModel,
-    finite: bool,
+    *,
+    bins: int | None = None,
+    most_documents: int = 4096,
+    finite: bool = True,
 ) -> None:
     """Each token that arrived trains once or still waits; no micro-batch is empty, but in the last iteration of a
     finite stream; none is above the capacity or the cap on documents; works are the cost model's."""
@@ -122,7 +131,7 @@ def check_promises(
             assert micro_batch.tokens <= capacity
             assert len(micro_batch.pieces) <= most_documents
             assert all(piece.end > piece.start for piece in micro_batch.pieces)
-            assert micro_batch.work == int(cost.work([p.tokens for p in micro_batch.pieces]).sum())
+            assert micro_batch.work == int(COST.work([p.tokens for p in micro_batch.pieces]).sum())
         done += trained(plan)
     waiting = list(plans[-1].waiting) if plans else []
     assert token_counts(arrived) == token_counts(done + waiting)
@@ -136,10 +145,6 @@ def delays(plans: list[IterationPlan]) -> dict[Piece, int]:
     return {
         piece: plan.iteration - entry[piece] for plan in plans for piece in trained(plan) if piece in entry
     }
-
-
-def packer_of(planner: Planner) -> Packer:
-    return planner.packer
 
 
 def one_f_one_b_time(works: list[float], stages: int) -> float:

@@ -280,11 +280,11 @@ def test_the_help_of_a_gpu_benchmark_needs_neither_torch_nor_a_gpu() -> None:
     script = """
 import runpy, sys
 sys.modules["torch"] = sys.modules["transformer_engine"] = None  # importing them fails
-sys.argv = ["gpu_attention", "host", "--help"]
+sys.argv = ["gpu_attention", "real", "--help"]
 runpy.run_module("scripts.bench.attention.gpu_attention", run_name="__main__")
 """
-    help_of_host = [sys.executable, "-c", script]
-    done = subprocess.run(help_of_host, cwd=ROOT, capture_output=True, text=True, check=False)
+    help_of_real = [sys.executable, "-c", script]
+    done = subprocess.run(help_of_real, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "comma list of mixes" in done.stdout
 
@@ -309,7 +309,7 @@ def test_the_benchmarks_table_names_modules_that_are_there() -> None:
                 path = f"{folder}.{stem}".replace(".", "/") + (script or ".py")
                 assert (ROOT / path).is_file(), line
                 count += 1
-    assert count > 12
+    assert count >= 10
 
 
 def test_a_peers_losses_are_compared_where_the_reference_of_its_layout_has_them() -> None:

@@ -15,14 +15,11 @@ from attention_oracle import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packing_oracle import make_planner
 
 from wlb_megatron.attention.device_layout import device_layout
-from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.corpus import Rules
 from wlb_megatron.documents.stream import DocumentStream
-from wlb_megatron.packing.factory import make_packer
-from wlb_megatron.packing.packer import PackingJob
-from wlb_megatron.packing.planner import Planner
 from wlb_megatron.plugin.micro_batches.planning import ShardSettings, plan_iterations
 from wlb_megatron.registry import SHARDINGS
 from wlb_megatron.sharding.alignment import padding
@@ -31,7 +28,6 @@ from wlb_megatron.sharding.cut import MOST_KEYS, MOST_ROWS, in_fewest_calls
 from wlb_megatron.sharding.predict import ONE_CALL, in_one_call, in_two_calls, predict, predict_all
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.sharding.select import shard
-from wlb_megatron.workload.cost_model import CostModel
 from wlb_megatron.workload.kernel_table import h100
 
 EXACT = 1e-10
@@ -146,10 +142,7 @@ def test_a_short_cut_document_takes_one_call_and_a_long_one_two():
 def test_training_takes_one_call_where_the_sharding_is_chosen_by_the_table(sharding):
     """The fixed ways to cut stay what the paper has them be."""
     stream = DocumentStream.of_lengths([900, 124, 700, 324], Rules(1024, "split", 1, endless=True))
-    packer = make_packer(
-        PackingJob(WlbConfig(packing="original"), CostModel(20.0), window=1024, micro_batches=1, dp=1)
-    )
-    planner = Planner(stream, packer, global_tokens=1024)
+    planner = make_planner(stream, window=1024, micro_batches=1, packing="original")
     settings = ShardSettings(dp_rank=0, cp_size=2, alignment=2, sharding=sharding, table=h100())
     planned = [iteration for iteration, _ in zip(plan_iterations(planner, settings), range(4), strict=False)]
     plans = [micro_batch.shard for iteration in planned for micro_batch in iteration.micro_batches]

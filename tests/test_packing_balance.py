@@ -12,6 +12,7 @@ from packing_oracle import (
     ListStream,
     delays,
     imbalance,
+    items_of,
     make_planner,
     micro_batches,
     one_f_one_b_time,
@@ -20,11 +21,9 @@ from packing_oracle import (
 )
 
 from scripts.lengths import KINDS, lognormal, paper_like
-from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.lengths import pieces_of
-from wlb_megatron.packing.factory import make_packer
 from wlb_megatron.packing.fixed.solver import solve
-from wlb_megatron.packing.packer import Grid, PackingJob, Ranks
+from wlb_megatron.packing.packer import Grid, Ranks
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.varlen import thresholds
 from wlb_megatron.packing.varlen.arrange import assign_ranks, in_given_order
@@ -40,14 +39,9 @@ COST = CostModel(quadratic_at=24576)
 WINDOW = 131072
 
 
-def items(lengths: list[int], cost: CostModel = COST) -> list[Item]:
-    work = cost.work(lengths).tolist()
-    return [Item(w, n, i, 0, Piece(0, i, 0, n)) for i, (w, n) in enumerate(zip(work, lengths, strict=True))]
-
-
 def pack_once(lengths: list[int], count: int, capacity: int) -> tuple[list[int], list[Item]]:
     bins = Bins(count, capacity, 4096)
-    left = bins.add_all(by_falling_work(items(lengths)))
+    left = bins.add_all(by_falling_work(items_of(lengths, COST)))
     improve_bins(bins.contents(), bins.work, capacity, 4096)
     return bins.work, left
 
@@ -101,7 +95,7 @@ def test_improving_never_makes_the_largest_larger_nor_breaks_a_limit(
     lengths: list[int], count: int, capacity: int, most: int
 ) -> None:
     bins = Bins(count, capacity, most)
-    bins.add_all(items(lengths, CostModel(20)))
+    bins.add_all(items_of(lengths, CostModel(20)))
     contents = bins.contents()
     before = sorted(item.serial for held in contents for item in held)
     work = bins.work.copy()
@@ -278,13 +272,8 @@ def test_work_that_rises_to_the_middle_runs_fastest_through_the_pipeline() -> No
 
 @pytest.mark.parametrize(("dp", "pp"), [(1, 4), (4, 16)])
 def test_the_predicted_step_is_within_2_percent_of_its_lower_bound(dp: int, pp: int) -> None:
-    lengths = paper_like(60_000)
-    packer = make_packer(
-        PackingJob(
-            WlbConfig(micro_batches_per_window="1"), COST, window=WINDOW, micro_batches=16, dp=dp, pp=pp
-        )
-    )
-    planner = Planner(ListStream(lengths.tolist(), True), packer, global_tokens=16 * dp * WINDOW)
+    job = {"window": WINDOW, "micro_batches": 16, "dp": dp, "pp": pp, "cost": COST}
+    planner = make_planner(paper_like(60_000).tolist(), **job, endless=True)
     over = []
     for plan in run(planner, most=40):
         longest = max(piece.tokens for piece in trained(plan))

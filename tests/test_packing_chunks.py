@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import defaultdict
 from functools import partial
@@ -13,7 +12,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packing_oracle import COST, make_planner, one_f_one_b_time, run, token_counts
+from packing_oracle import (
+    COST,
+    long_run,
+    make_planner,
+    micro_batches,
+    one_f_one_b_time,
+    resumed,
+    run,
+    token_counts,
+)
 from test_packing_plans import WINDOW, document_lengths
 
 from wlb_megatron.config import WlbConfig
@@ -22,7 +30,7 @@ from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.chunks.chunk_packer import ChunkPacker
 from wlb_megatron.packing.chunks.chunked import chunk_counts, cut
-from wlb_megatron.packing.factory import make_packer, plan_job
+from wlb_megatron.packing.factory import plan_job
 from wlb_megatron.packing.packer import PackingJob
 from wlb_megatron.packing.summary import Summariser
 from wlb_megatron.packing.varlen.outlier_queues import Item
@@ -92,17 +100,10 @@ def test_no_document_of_143_random_corpora_waits_where_lmax_is_this_share_of_a_w
         most = int(window * share)
         usual = [1, most // 2 + 1, most, window // 2, window - 1, window]
         lengths = dice.choice(usual, dice.integers(3, 20), p=[0.2, 0.3, 0.2, 0.1, 0.1, 0.1]).tolist()
-        size = {
-            "window": window,
-            "micro_batches": int(dice.integers(1, 3)),
-            "dp": int(dice.integers(1, 5)),
-            "pp": int(dice.integers(2, 5)),
-            "max_documents": int(dice.choice([1, 3, 4096])),
-            "max_tokens": most,
-            "micro_batches_per_window": "auto",
-            "chunks": "on",
-            "cost": CostModel(window * float(dice.choice([0.02, 0.2, 1])), 0.5, float(dice.choice([0, 100]))),
-        }
+        cost = CostModel(window * float(dice.choice([0.02, 0.2, 1])), 0.5, float(dice.choice([0, 100])))
+        size = {"window": window, "max_tokens": most, "micro_batches_per_window": "auto", "chunks": "on"}
+        size |= {"micro_batches": int(dice.integers(1, 3)), "dp": int(dice.integers(1, 5)), "cost": cost}
+        size |= {"pp": int(dice.integers(2, 5)), "max_documents": int(dice.choice([1, 3, 4096]))}
         check_chunks(lengths, size, endless=True, capacity=most, iterations=3)
 
 
@@ -174,28 +175,9 @@ def test_a_group_has_one_document_in_chunks_so_groups_are_not_chained(
 def test_a_resumed_run_plans_what_the_first_would_have(
     lengths: list[int], size: dict[str, Any], stop: int
 ) -> None:
-    first = make_planner(lengths, **size, endless=True)
+    first, second = (make_planner(lengths, **size, endless=True) for _ in range(2))
     run(first, most=stop)
-    second = make_planner(lengths, **size, endless=True)
-    second.load_state(json.loads(json.dumps(first.state())))
-    assert run(second, most=6) == run(first, most=6)
-
-
-@pytest.mark.parametrize("before", ["on", "off"])
-def test_a_run_may_be_resumed_with_chunks_or_without(before: str) -> None:
-    lengths = [(37 * at) % WINDOW + 1 for at in range(60)]
-    sizes = {"window": WINDOW, "micro_batches": 4, "pp": 4, "thresholds": "12", "endless": True}
-    first = make_planner(lengths, **sizes, chunks=before)
-    done = run(first, most=5)
-    second = make_planner(lengths, **sizes, chunks={"on": "off", "off": "on"}[before])
-    second.load_state(json.loads(json.dumps(first.state())))
-    done += run(second, most=5)
-    pieces = [
-        p for plan in done for column in columns(plan) for micro_batch in column for p in micro_batch.pieces
-    ]
-    assert token_counts(pieces + list(done[-1].waiting)) == token_counts(
-        [p for plan in done for p in plan.arrived]
-    )
+    assert run(resumed(first, second), most=6) == run(first, most=6)
 
 
 @settings(max_examples=100, deadline=None)
@@ -227,12 +209,8 @@ def test_a_summary_counts_documents_once_and_their_chunks() -> None:
         piece(d, start, end) for d, start, end in ((7, 0, 7), (1, 0, 2), (2, 0, 3), (8, 16, 22), (3, 0, 9))
     )
     summary = Summariser().summarise(IterationPlan(4, arrived, grid, ()))
-    assert (summary.documents, summary.documents_in_chunks, summary.chunks, summary.longest_group) == (
-        5,
-        2,
-        5,
-        3,
-    )
+    assert (summary.documents, summary.documents_in_chunks) == (5, 2)
+    assert (summary.chunks, summary.longest_group) == (5, 3)
     assert (summary.tokens, summary.delayed) == (27, 0)
     assert documents_in_chunks(rows) == [7, 7, 7] and documents_in_chunks(other) == [8, 8, -1]
 
@@ -254,34 +232,24 @@ def test_tokens_held_at_once_are_those_of_the_schedules_order(
     assert most_held(tokens, sizes, StepLaw(pp=stages)) == expected
 
 
-def long_run(pp: int, windows: int, iterations: int, **settings: Any) -> list[IterationPlan]:
-    lengths = np.random.default_rng(0).permutation(long_tailed(131072))[:30_000].tolist()
-    cost = CostModel(24576.0, 0.0, 1000.0)
-    job = {"window": 131072, "micro_batches": windows, "pp": pp, "endless": True, "cost": cost}
-    settings = {"micro_batches_per_window": "auto"} | settings
-    return run(make_planner(lengths, **job, **settings), most=iterations)
-
-
 def test_a_long_tailed_corpus_gains_half_over_arrival_order_on_four_stages_with_nothing_delayed() -> None:
-    plain, cut = (long_run(4, 4, 50, **how) for how in ({"packing": "original"}, {"chunks": "on"}))
+    plain = long_run(50, packing="original", micro_batches_per_window="auto")
+    cut = long_run(50, chunks="on", micro_batches_per_window="auto")
 
     def per_token(plans: list[IterationPlan]) -> float:
         """Whole documents alone: brute force knows no groups, whose step is never shorter."""
-        grids = [[micro_batch for column in columns(plan) for micro_batch in column] for plan in plans]
+        grids = [micro_batches(plan) for plan in plans]
         time = sum(one_f_one_b_time([m.work / UNITS_PER_TOKEN + 1000 for m in grid], 4) / 3 for grid in grids)
         return time / sum(micro_batch.tokens for grid in grids for micro_batch in grid)
 
     assert per_token(plain) / per_token(cut) >= 1.4
-    assert (
-        max(micro_batch.tokens for plan in cut for column in columns(plan) for micro_batch in column)
-        <= 0.8 * 131072
-    )
+    assert max(batch.tokens for plan in cut for batch in micro_batches(plan)) <= 0.8 * 131072
     assert all(not plan.waiting for plan in cut)
     assert sum(plan.predicted for plan in cut) <= 1.2 * sum(plan.ideal for plan in cut)
 
 
 def test_the_tokens_in_flight_are_about_a_window_a_stage() -> None:
-    for plan in long_run(4, 4, 50, chunks="on"):
+    for plan in long_run(50, chunks="on", micro_batches_per_window="auto"):
         for column in columns(plan):
             held = most_held([m.tokens for m in column], groups([m.pieces for m in column]), StepLaw(pp=4))
             assert held <= 4 * 131072 * 1.1
@@ -289,38 +257,22 @@ def test_the_tokens_in_flight_are_about_a_window_a_stage() -> None:
 
 def chosen(**how: Any) -> tuple[type, list[str]]:
     lines: list[str] = []
-    sample = long_tailed(131072)[:20_000].tolist()
-    settings = {"chunks": how.pop("chunks", "auto"), "packing": how.pop("packing", "varlen")}
-    settings["max_tokens"] = how.pop("max_tokens", None)
-    settings |= {name: how.pop(name) for name in ("max_delay", "thresholds") if name in how}
-    no_chunks = how.pop("no_chunks", [])
-    job = {"window": 131072, "micro_batches": 4, "pp": 4, "sample": sample} | how
-    packer = make_packer(
-        PackingJob(
-            WlbConfig(**settings),
-            CostModel(24576.0, 0.0, 1000.0),
-            **job,
-            no_chunks=no_chunks,
-            say=lines.append,
-        )
-    )
-    return type(packer), lines
+    job = {"window": 131072, "micro_batches": 4, "pp": 4, "cost": CostModel(24576.0, 0.0, 1000.0)}
+    job |= {"sample": long_tailed(131072)[:20_000].tolist(), "micro_batches_per_window": "auto"}
+    return type(make_planner([1], **job | how, say=lines.append).packer), lines
 
 
 def test_the_chosen_number_of_micro_batches_is_as_good_as_any_though_not_all_are_filled() -> None:
     lengths = long_tailed(WINDOW_OF_LAW, 20_000).tolist()
     steps = {}
     for asked in ("auto", "1", "1.5", "2", "3", "4", "6", "8"):
-        planner = make_planner(
-            lengths,
-            window=WINDOW_OF_LAW,
-            micro_batches=4,
-            pp=4,
-            endless=True,
-            cost=CostModel(8_000.0, 100.0, 1_000.0),
-            chunks="on",
-            micro_batches_per_window=asked,
-        )
+        job = {
+            "window": WINDOW_OF_LAW,
+            "micro_batches": 4,
+            "pp": 4,
+            "cost": CostModel(8_000.0, 100.0, 1_000.0),
+        }
+        planner = make_planner(lengths, **job, endless=True, chunks="on", micro_batches_per_window=asked)
         steps[asked] = [plan.predicted for plan in islice(iter(planner.next_iteration, None), 12)]
     auto = steps.pop("auto")
     assert sum(auto) <= 1.003 * sum(map(min, zip(*steps.values(), strict=True)))
@@ -332,8 +284,8 @@ def test_a_step_of_many_windows_has_no_more_micro_batches_than_are_tried_for_eac
     rules = Rules(131072, "split", 1234, endless=True)
     stream = DocumentStream.of_lengths(long_tailed(131072)[:20_000], rules, name="lengths")
     cost = CostModel(24576.0, 0.0, 1000.0)
-    config = WlbConfig(chunks="on")
-    planner = plan_job(stream, PackingJob(config, cost, window=131072, micro_batches=16, pp=4, alignment=4))
+    job = {"window": 131072, "micro_batches": 16, "pp": 4, "alignment": 4}
+    planner = plan_job(stream, PackingJob(WlbConfig(chunks="on"), cost, **job))
     counts = [len(plan.micro_batches) for plan in islice(iter(planner.next_iteration, None), 12)]
     assert max(counts) <= 8 * 16
 

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from packing_oracle import (
-    COST,
     check_promises,
     delays,
+    long_run,
     make_planner,
     micro_batches,
     one_f_one_b_time,
+    resumed,
     run,
+    token_counts,
     trained,
 )
 from test_packing_plans import WINDOW, document_lengths
@@ -26,7 +26,6 @@ from wlb_megatron.packing.packer import read_per_window
 from wlb_megatron.packing.varlen.arrange import most_held
 from wlb_megatron.pipeline.step_law import FACTORS
 from wlb_megatron.plan import IterationPlan, Piece
-from wlb_megatron.simulator.lengths import long_tailed
 from wlb_megatron.workload.cost_model import UNITS_PER_TOKEN, CostModel
 
 
@@ -54,14 +53,7 @@ def test_every_token_trains_once_uncut_within_its_limits_and_its_bound_on_delay(
     if endless and not lengths:
         return
     plans = run(make_planner(lengths, **size, endless=endless), most=12 if endless else 10_000)
-    check_promises(
-        plans,
-        bins=None,
-        capacity=size["max_tokens"],
-        most_documents=size["max_documents"],
-        cost=COST,
-        finite=not endless,
-    )
+    check_promises(plans, size["max_tokens"], most_documents=size["max_documents"], finite=not endless)
     assert max(delays(plans).values(), default=0) <= size["max_delay"]
     for plan in plans:
         assert len({len(row) for row in plan.micro_batches}) == 1, (
@@ -77,12 +69,9 @@ def test_every_token_trains_once_uncut_within_its_limits_and_its_bound_on_delay(
 def test_a_resumed_run_plans_what_the_first_would_have(
     lengths: list[int], size: dict[str, Any], stop: int
 ) -> None:
-    first = make_planner(lengths, **size, endless=True)
+    first, second = (make_planner(lengths, **size, endless=True) for _ in range(2))
     run(first, most=stop)
-    state = json.loads(json.dumps(first.state()))
-    second = make_planner(lengths, **size, endless=True)
-    second.load_state(state)
-    assert run(second, most=6) == run(first, most=6)
+    assert run(resumed(first, second), most=6) == run(first, most=6)
 
 
 @settings(max_examples=60, deadline=None)
@@ -96,19 +85,34 @@ def test_no_more_tokens_are_held_at_once_than_with_one_micro_batch_a_window(
         assert most_held(plan.micro_batches, planner.packer.law) <= allowed
 
 
-@pytest.mark.parametrize("before", ["1", "auto"])
-def test_a_state_of_another_number_of_micro_batches_loads(before: str) -> None:
-    """States say nothing of it: the number of a run may change at resume."""
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"micro_batches_per_window": "1"}, {"micro_batches_per_window": "auto"}),
+        ({"micro_batches_per_window": "auto"}, {"micro_batches_per_window": "1"}),
+        ({"chunks": "on"}, {"chunks": "off"}),
+        ({"chunks": "off"}, {"chunks": "on"}),
+    ],
+    ids=[
+        "from one a window to any",
+        "from any to one a window",
+        "from chunks to none",
+        "from none to chunks",
+    ],
+)
+def test_a_run_may_be_resumed_with_another_number_of_micro_batches_or_kind_of_packer(
+    before: dict[str, str], after: dict[str, str]
+) -> None:
+    """States say nothing of them."""
     lengths = [(37 * at) % WINDOW + 1 for at in range(60)]
-    sizes = {"window": WINDOW, "micro_batches": 4, "pp": 4, "thresholds": "12", "endless": True}
-    after = {"1": "auto", "auto": "1"}[before]
-    first = make_planner(lengths, **sizes, micro_batches_per_window=before)
+    job = {"window": WINDOW, "micro_batches": 4, "pp": 4, "thresholds": "12", "endless": True}
+    first, second = (make_planner(lengths, **job, **how) for how in (before, after))
     done = run(first, most=5)
-    second = make_planner(lengths, **sizes, micro_batches_per_window=after)
-    second.load_state(json.loads(json.dumps(first.state())))
-    done += run(second, most=5)
+    done += run(resumed(first, second), most=5)
     pieces = [piece for plan in done for piece in trained(plan)] + list(done[-1].waiting)
-    assert sorted(pieces) == sorted(piece for plan in done for piece in plan.arrived)
+    arrived = [piece for plan in done for piece in plan.arrived]
+    assert token_counts(pieces) == token_counts(arrived)
+    assert "chunks" in before or sorted(pieces) == sorted(arrived)
 
 
 def over_ideal(plans: list[IterationPlan]) -> float:
@@ -130,36 +134,16 @@ def time_per_token(plans: list[IterationPlan], stages: int, own: int) -> float:
 
 def test_a_long_tailed_corpus_gains_a_third_over_arrival_order_on_four_stages() -> None:
     """One micro-batch a window gains 6 %: the bubble is the same, however even the micro-batches are."""
-    lengths = np.random.default_rng(0).permutation(long_tailed(131072))[:30_000].tolist()
-    job = {
-        "window": 131072,
-        "micro_batches": 4,
-        "pp": 4,
-        "endless": True,
-        "cost": CostModel(24576.0, 0.0, 1000.0),
-    }
-    plain = time_per_token(run(make_planner(lengths, **job, packing="original"), most=60), 4, 1000)
-    single, auto = (
-        run(make_planner(lengths, **job, micro_batches_per_window=number), most=60)
-        for number in ("1", "auto")
-    )
+    plain = time_per_token(long_run(60, packing="original"), 4, 1000)
+    single, auto = (long_run(60, micro_batches_per_window=number) for number in ("1", "auto"))
     assert plain / time_per_token(auto, 4, 1000) >= 1.25
     assert time_per_token(single, 4, 1000) / time_per_token(auto, 4, 1000) >= 1.2
     assert max(delays(auto).values()) <= 16
 
 
 def test_many_windows_a_step_are_not_slower_than_one_micro_batch_each() -> None:
-    lengths = np.random.default_rng(0).permutation(long_tailed(131072))[:30_000].tolist()
-    job = {
-        "window": 131072,
-        "micro_batches": 32,
-        "pp": 4,
-        "endless": True,
-        "cost": CostModel(24576.0, 0.0, 1000.0),
-    }
     single, auto = (
-        run(make_planner(lengths, **job, micro_batches_per_window=number), most=20)
-        for number in ("1", "auto")
+        long_run(20, micro_batches=32, micro_batches_per_window=number) for number in ("1", "auto")
     )
     assert over_ideal(auto) <= 1.01 * over_ideal(single)
 
