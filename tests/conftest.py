@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shlex
@@ -99,3 +100,16 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     prefix = tmp_path_factory.mktemp("corpus") / "documents"
     write_corpus(prefix, LENGTHS)
     return prefix
+
+
+@pytest.fixture(scope="module")
+def single(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """single(*flags): what one process of the small model sees, which runs once for all tests of a file."""
+    from megatron_runs import flags, train
+
+    @functools.cache
+    def run(*more: str) -> list[dict[str, Any]]:
+        arguments = flags(f"--data-path {corpus}", *more)
+        return train(arguments, 1, tmp_path_factory.mktemp("single"))
+
+    return run

@@ -46,14 +46,22 @@ LENGTHS = [64, 5, 17, 1, 40, 33, 2, 64, 9, 28, 13, 61, 3, 50, 7, 22, 31, 64, 11,
 """Documents (tokens) of the small test corpus; the window is 64."""
 
 
-def flags(**parallel: int) -> list[str]:
-    """Megatron's flags for the small test model; parallel: tensor, pipeline, context sizes."""
+def flags(*more: str, **parallel: int) -> list[str]:
+    """Megatron's flags for the small test model.
+
+    Args:
+        more: further flags, of which spaces part the words. Latent attention goes without --group-query-attention.
+        parallel: tensor, pipeline, context sizes.
+    """
     sizes = [f"--{name}-parallel-size={size}" for name, size in parallel.items()]
     text = [
         flag.replace("--tensor-", "--tensor-model-").replace("--pipeline-", "--pipeline-model-")
         for flag in sizes
     ]
-    return [*MODEL.split(), *MACHINE.split(), *TRAINING.split(), *text]
+    made = [*MODEL.split(), *MACHINE.split(), *TRAINING.split(), *text, *" ".join(more).split()]
+    return [
+        flag for flag in made if flag != "--group-query-attention" or "--multi-latent-attention" not in made
+    ]
 
 
 def write_corpus(
@@ -157,21 +165,38 @@ def launch(
     return subprocess.CompletedProcess(command, job.returncode, output, errors)
 
 
-def train(
-    arguments: list[str],
-    processes: int,
-    out: Path,
-    *,
-    timeout: float = 300,
-    gpu: bool = False,
-    stock: bool = False,
-    fresh: bool = False,
-    **environment: str,
-) -> list[dict[str, Any]]:
-    """Run the worker; what each rank saw, in rank order."""
-    how = {"timeout": timeout, "gpu": gpu, "stock": stock, "fresh": fresh}
-    done = launch(arguments, processes, out=out, **how, **environment)  # type: ignore[arg-type]
+def output_of(arguments: list[str], processes: int, **how: Any) -> str:
+    """What a run prints that must end well; how: as launch()."""
+    done = launch(arguments, processes, **how)
     assert done.returncode == 0, failure(done)
+    return done.stdout
+
+
+def refusal_of(arguments: list[str], processes: int, **how: Any) -> str:
+    """What a run writes on stderr that must end with status 1 and without a stack; how: as launch()."""
+    done = launch(arguments, processes, **how)
+    assert done.returncode == 1, failure(done)
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.stderr
+
+
+def run_script(
+    text: str, arguments: list[str], folder: Path, processes: int = 1, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a script of a user's own, written into the folder, on ranks."""
+    (folder / "script.py").write_text(text)
+    script = [str(folder / "script.py")]
+    return forked_ranks.run(script, arguments, processes, {**cpu_environment(), **environment}, timeout=200)
+
+
+def train(arguments: list[str], processes: int, out: Path, **how: Any) -> list[dict[str, Any]]:
+    """Run the worker; what each rank saw, in rank order. how: as launch()."""
+    output_of(arguments, processes, out=out, **how)
+    return read_ranks(out, processes)
+
+
+def read_ranks(out: Path, processes: int) -> list[dict[str, Any]]:
+    """What each rank of a run of the worker saw, in rank order."""
     return [torch.load(out / f"rank{rank}.pt", weights_only=False) for rank in range(processes)]
 
 
@@ -232,8 +257,8 @@ def differences(
 
     KeyError where a parameter of the single process is on no rank.
     """
-    losses = zip(mean_losses(single, iterations), mean_losses(ranks, iterations, numbers), strict=True)
-    loss = max(abs(actual - expected) / abs(expected) for expected, actual in losses)
+    expected, actual = mean_losses(single, iterations), mean_losses(ranks, iterations, numbers)
+    loss = float(np.max(np.abs(np.subtract(actual, expected)) / np.abs(expected)))  # NaN where one is
     expected_gradients, gradients = whole_gradients(single), whole_gradients(ranks)
     errors = {
         name: float(torch.linalg.norm(gradients[name] - gradient) / torch.linalg.norm(gradient))
@@ -241,6 +266,19 @@ def differences(
     }
     worst = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else float("inf"))
     return loss, errors[worst], worst
+
+
+def check_alike(
+    single: list[dict[str, Any]],
+    ranks: list[dict[str, Any]],
+    iterations: int,
+    numbers: Sequence[int] | None = None,
+) -> None:
+    """Losses within 1e-6 of the single process's, and each gradient, which is not 0, within 1e-5; as differences()."""
+    assert whole_gradients(ranks).keys() == whole_gradients(single).keys()
+    loss, gradient, parameter = differences(single, ranks, iterations, numbers)
+    assert loss <= 1e-6
+    assert gradient <= 1e-5, parameter
 
 
 def errors_by_kind(expected: list[dict[str, Any]], ranks: list[dict[str, Any]]) -> dict[str, float]:

@@ -12,18 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import forked_ranks
 import pytest
 import torch
-from megatron_runs import cpu_environment, failure, flags, launch
+from megatron_runs import failure, flags, launch, output_of, read_ranks, run_script
 
 pytestmark = pytest.mark.megatron
 
 ITERATIONS, SAMPLES = 4, 4
-RUN = ["--global-batch-size", str(SAMPLES), "--save-interval", "10"]
-AGAIN = ["--no-check-for-nan-in-loss-and-grad", "--check-for-spiky-loss", "--error-injection-rate", "1"]
-RATE = ["--min-lr", "1e-4", "--lr-decay-style", "cosine", "--lr-warmup-samples", "6"]
-LOG = ["--log-throughput", "--log-params-norm", "--log-num-zeros-in-grad", "--timing-log-level", "2"]
+RUN = f"--global-batch-size {SAMPLES} --save-interval 10 --train-samples {ITERATIONS * SAMPLES}"
+AGAIN = "--no-check-for-nan-in-loss-and-grad --check-for-spiky-loss --error-injection-rate 1"
+RATE = "--min-lr 1e-4 --lr-decay-style cosine --lr-warmup-samples 6"
+LOG = "--log-throughput --log-params-norm --log-num-zeros-in-grad --timing-log-level 2"
 
 
 @dataclass(frozen=True)
@@ -47,8 +46,7 @@ class Run:
         return [float(value) for value in re.findall(pattern, self.log)]
 
 
-def seen(path: Path, micro_batches: int) -> list[list[list[tuple[Any, float, int]]]]:
-    trained = torch.load(path, weights_only=False)
+def seen(trained: dict[str, Any], micro_batches: int) -> list[list[list[tuple[Any, float, int]]]]:
     iterations: list[list[list[tuple[Any, float, int]]]] = [[] for _ in range(ITERATIONS)]
     for at, ((iteration, index, pieces, _), loss) in enumerate(
         zip(trained["documents"], trained["losses"], strict=True)
@@ -64,11 +62,9 @@ def seen(path: Path, micro_batches: int) -> list[list[list[tuple[Any, float, int
 @pytest.fixture(scope="module")
 def run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     out = tmp_path_factory.mktemp("accounts")
-    arguments = [*flags(), *RUN, *AGAIN, *RATE, *LOG, "--train-samples", str(ITERATIONS * SAMPLES)]
-    arguments += ["--data-path", str(corpus), "--save", str(out / "saved"), "--ckpt-format", "torch"]
-    done = launch(arguments, 2, out=out)
-    assert done.returncode == 0, failure(done)
-    return Run(done.stdout, out, [seen(out / f"rank{rank}.pt", SAMPLES // 2) for rank in range(2)])
+    arguments = flags(RUN, AGAIN, RATE, LOG, f"--data-path {corpus} --save {out}/saved --ckpt-format torch")
+    said = output_of(arguments, 2, out=out)
+    return Run(said, out, [seen(rank, SAMPLES // 2) for rank in read_ranks(out, 2)])
 
 
 def test_an_iteration_that_is_run_again_gets_the_same_micro_batches(run: Run) -> None:
@@ -104,9 +100,7 @@ def test_the_learning_rate_follows_the_samples_that_have_trained(run: Run) -> No
 def test_flops_are_those_of_the_documents_counted_by_hand(run: Run) -> None:
     """F13: two layers of 32, 4 heads and 2 groups of 8, a gated ffn of 64, 128 logits; multiply and add are 2 FLOPs,
     backward twice the forward; an attended pair costs 2 x 32 multiplications, a document of n tokens has n*n/2."""
-    saved = torch.load(
-        run.out / "saved" / "iter_0000004" / "mp_rank_00" / "model_optim_rng.pt", weights_only=False
-    )
+    saved = torch.load(run.out / "saved/iter_0000004/mp_rank_00/model_optim_rng.pt", weights_only=False)
     per_token = 2 * (32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 64) + 32 * 128
     lengths = [n for iteration in range(ITERATIONS) for n in run.tokens(iteration)]
     pairs = 2 * 2 * 32 * sum(n * n for n in lengths) / 2
@@ -134,15 +128,14 @@ def test_a_result_that_is_not_a_number_leaves_a_checkpoint_from_before_it(
     """It is not a number again: Megatron saves, exits with 16 to be tried on another GPU, and notes the rejection.
     From that checkpoint, whose packing state has to be of iteration 2, the iteration is run again."""
     saved, tracker = tmp_path / "saved", tmp_path / "rejected.txt"
-    arguments = [*flags(), *RUN, "--data-path", str(corpus), "--train-samples", str(ITERATIONS * SAMPLES)]
-    arguments += ["--save", str(saved), "--load", str(saved)]
+    arguments = flags(RUN, f"--data-path {corpus} --save {saved} --load {saved}")
     arguments += ["--result-rejected-tracker-filename", str(tracker)]
     for attempt in ("first", "from the checkpoint, on the same GPU"):
         done = launch(arguments, 1, out=tmp_path / attempt, WORKER_NAN="3")
         assert done.returncode == 16, failure(done)
         assert (saved / "latest_checkpointed_iteration.txt").read_text() == "2"
         assert "FIRST_RERUN_REPRODUCIBLE result=nan message='found NaN" in tracker.read_text()
-    replayed = torch.load(tmp_path / attempt / "rank0.pt", weights_only=False)["documents"]
+    replayed = read_ranks(tmp_path / attempt, 1)[0]["documents"]
     pieces = [tuple(piece[1:]) for _, _, of, _ in replayed for piece in of if piece[1] >= 0]
     assert sorted(pieces) == sorted(piece for of, _, _ in run.last(2) for piece in of)
 
@@ -177,18 +170,11 @@ def test_a_gradient_that_is_not_a_number_again_on_another_gpu_accuses_neither(
     corpus: Path, tmp_path: Path
 ) -> None:
     """Megatron compares the n-th check of a step in both jobs, so checks of a rehearsal must not count."""
-    (tmp_path / "script.py").write_text(NAN_RUN)
-    arguments = [*flags(), *RUN, "--data-path", str(corpus), "--train-samples", str(ITERATIONS * SAMPLES)]
-    arguments += ["--save", str(tmp_path), "--load", str(tmp_path), "--ckpt-format", "torch_dist"]
-    arguments += [
-        "--wlb-rehearsal",
-        "always",
-        "--result-rejected-tracker-filename",
-        str(tmp_path / "rejected"),
-    ]
-    script = [str(tmp_path / "script.py")]
+    saves = f"--data-path {corpus} --save {tmp_path} --load {tmp_path} --ckpt-format torch_dist"
+    rejected = f"--result-rejected-tracker-filename {tmp_path}/rejected"
+    arguments = flags(RUN, saves, rejected, "--wlb-rehearsal always")
     for node, status in ("first", 16), ("second", 17):
-        done = forked_ranks.run(script, [node, *arguments], 1, cpu_environment(), timeout=200)
+        done = run_script(NAN_RUN, [node, *arguments], tmp_path)
         assert done.returncode == status, failure(done)
     verdicts = re.findall(r"status=RerunValidationStatus\.(\w+)", (tmp_path / "rejected").read_text())
     assert verdicts == ["INITIAL_RUN", "FIRST_RERUN_REPRODUCIBLE", "SECOND_RERUN_REPRODUCIBLE"]

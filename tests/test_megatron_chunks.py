@@ -9,92 +9,69 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from megatron_combinations import BY_DOCUMENT_ALONE, CHUNKS, EP, FP8_DELAYED, OVERLAPS
-from megatron_runs import MACHINE, MODEL, TRAINING, differences, launch, numbers, train, write_corpus
+from megatron_combinations import (
+    BY_DOCUMENT_ALONE,
+    CHUNKS,
+    CP,
+    EP,
+    FOUR,
+    FP8_DELAYED,
+    OVERLAPS,
+    PP,
+    RECOMPUTE,
+    TP,
+    VPP,
+    WHOLE,
+)
+from megatron_runs import check_alike, flags, launch, numbers, train, write_corpus
 
 from wlb_megatron.plugin.flags.versions import megatron_version
 
 pytestmark = pytest.mark.megatron
 
 ITERATIONS = 3
-PP2 = "--pipeline-model-parallel-size 2"
-VIRTUAL = "--num-virtual-stages-per-pipeline-rank"
-RECOMPUTE = "--recompute-granularity"
+TRAINED = f"--global-batch-size 8 --train-iters {ITERATIONS} --wlb-max-delay 0"
+PP2, CP2, FULL = f"{PP} 2", f"{CP} 2", f"{RECOMPUTE} uniform"
+SELECTIVE = "--recompute-granularity selective --wlb-regather-keys"
+WINDOWS = "--window-size 9,0 --window-attn-skip-freq 2 --softmax-type learnable"
 MLA = (
     "--multi-latent-attention --no-rope-fusion --q-lora-rank 16 --kv-lora-rank 16 --qk-head-dim 8 "
     "--qk-pos-emb-head-dim 4 --v-head-dim 8"
 )
+PP4_OF_2 = f"{PP} 4 --num-virtual-stages-per-pipeline-rank 2 --no-overlap-p2p-communication"
 ROWS = {
     "PP2": (2, PP2, ""),
-    "PP4": (4, "--pipeline-model-parallel-size 4", "--num-layers 4"),
-    "PP2xCP2": (4, f"{PP2} --context-parallel-size 2", ""),
-    "TP2xPP2+SP": (4, f"{PP2} --tensor-model-parallel-size 2 --sequence-parallel", ""),
+    "PP4": (4, f"{PP} 4", FOUR),
+    "PP2xCP2": (4, f"{PP2} {CP2}", ""),
+    "TP2xPP2+SP": (4, f"{PP2} {TP} 2 --sequence-parallel", ""),
     "DP2xPP2, overlaps": (4, f"{PP2} {OVERLAPS}", ""),
-    "PP2, full recompute, routers' losses by document": (
-        2,
-        f"{PP2} {RECOMPUTE} full --recompute-method uniform --recompute-num-layers 1",
-        BY_DOCUMENT_ALONE,
-    ),
-    "PP2xCP2, selective recompute, keys sent again": (
-        4,
-        f"{PP2} --context-parallel-size 2 {RECOMPUTE} selective --wlb-regather-keys",
-        "",
-    ),
-    "PP2xCP2, windows, sinks": (
-        4,
-        f"{PP2} --context-parallel-size 2",
-        "--window-size 9,0 --window-attn-skip-freq 2 --softmax-type learnable",
-    ),
+    "PP2, full recompute, routers' losses by document": (2, f"{PP2} {FULL}", BY_DOCUMENT_ALONE),
+    "PP2xCP2, selective recompute, keys sent again": (4, f"{PP2} {CP2} {SELECTIVE}", ""),
+    "PP2xCP2, windows, sinks": (4, f"{PP2} {CP2}", WINDOWS),
     "PP2, MLA": (2, PP2, MLA),
-    "DP2xCP2 on one stage, overlaps": (4, f"--context-parallel-size 2 {OVERLAPS}", ""),
+    "DP2xCP2 on one stage, overlaps": (4, f"{CP2} {OVERLAPS}", ""),
     "DP2xPP2, FP8 delayed: the largest values of all ranks": (4, PP2, FP8_DELAYED),
-    "PP2, FP8 delayed, full recompute: each micro-batch's scales": (
-        2,
-        f"{PP2} {RECOMPUTE} full --recompute-method uniform --recompute-num-layers 1",
-        FP8_DELAYED,
-    ),
+    "PP2, FP8 delayed, full recompute: each micro-batch's scales": (2, f"{PP2} {FULL}", FP8_DELAYED),
     "EP2xPP2, ranks that share experts in step, routers' losses by document": (
-        4,
-        f"{PP2} {EP}",
-        BY_DOCUMENT_ALONE,
+        *(4, f"{PP2} {EP}", BY_DOCUMENT_ALONE),
     ),
-    "PP2 of 2 chunks, CP2, full recompute": (
-        4,
-        f"{PP2} {VIRTUAL} 2 --context-parallel-size 2 {RECOMPUTE} full --recompute-method uniform "
-        "--recompute-num-layers 1",
-        "--num-layers 4",
-    ),
-    "PP4 of 2 chunks, no p2p overlap": (
-        4,
-        f"--pipeline-model-parallel-size 4 {VIRTUAL} 2 --no-overlap-p2p-communication",
-        "--num-layers 8",
-    ),
+    "PP2 of 2 chunks, CP2, full recompute": (4, f"{VPP} {CP2} {FULL}", FOUR),
+    "PP4 of 2 chunks, no p2p overlap": (4, PP4_OF_2, "--num-layers 8"),
     "DP2, PP2 of 2 chunks, overlaps, transfers beside": (
-        4,
-        f"{PP2} {VIRTUAL} 2 {OVERLAPS} --overlap-p2p-communication-warmup-flush",
-        "--num-layers 4",
+        *(4, f"{VPP} {OVERLAPS} --overlap-p2p-communication-warmup-flush", FOUR),
     ),
-    "PP2xCP2, MTP of 2": (4, f"{PP2} --context-parallel-size 2", "--mtp-num-layers 2"),
+    "PP2xCP2, MTP of 2": (4, f"{PP2} {CP2}", "--mtp-num-layers 2"),
     "PP2 of 2 chunks, MTP of 2 in one layer, full recompute": (
-        2,
-        f"{PP2} {VIRTUAL} 2 {RECOMPUTE} full --recompute-method uniform --recompute-num-layers 1",
-        "--num-layers 4 --mtp-num-layers 2 --mtp-use-repeated-layer",
+        *(2, f"{VPP} {FULL}", f"{FOUR} --mtp-num-layers 2 --mtp-use-repeated-layer"),
     ),
     "EP2, PP2 of 2 chunks, routers' losses by document, MTP": (
-        4,
-        f"{PP2} {VIRTUAL} 2 {EP}",
-        f"--num-layers 4 {BY_DOCUMENT_ALONE} --mtp-num-layers 1",
+        *(4, f"{VPP} {EP}", f"{FOUR} {BY_DOCUMENT_ALONE} --mtp-num-layers 1"),
     ),
 }
 
 
-def run(corpus: Path, out: Path, processes: int, flags: str, **environment: str) -> list[dict[str, Any]]:
-    base = [flag for part in (MODEL, MACHINE, TRAINING) for flag in part.split()]
-    if "--multi-latent-attention" in flags:
-        base.remove("--group-query-attention")
-    arguments = [*base, *flags.split(), "--data-path", str(corpus), "--global-batch-size", "8"]
-    arguments += ["--train-iters", str(ITERATIONS), "--wlb-max-delay", "0"]
-    return train(arguments, processes, out, **environment)  # type: ignore[arg-type]
+def run(corpus: Path, out: Path, processes: int, more: str, **environment: str) -> list[dict[str, Any]]:
+    return train(flags(f"--data-path {corpus}", TRAINED, more), processes, out, **environment)
 
 
 def chunks_of_a_document(ranks: list[dict[str, Any]]) -> int:
@@ -109,34 +86,30 @@ def chunks_of_a_document(ranks: list[dict[str, Any]]) -> int:
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_losses_and_gradients_equal_the_single_process(name: str, corpus: Path, tmp_path: Path) -> None:
+def test_losses_and_gradients_equal_the_single_process(
+    name: str, corpus: Path, single: Any, tmp_path: Path
+) -> None:
     processes, layout, model = ROWS[name]
     if "--mtp" in model and megatron_version() < "0.19":
         pytest.skip("wheels before build no multi-token prediction")
-    whole = f"{model} --wlb-chunks off --wlb-max-tokens 256"
-    single = run(corpus, tmp_path / "single", 1, whole)
-    ranks = run(corpus, tmp_path / "ranks", processes, f"{layout} {model} {CHUNKS}")
+    ranks = run(corpus, tmp_path, processes, f"{layout} {model} {CHUNKS}")
     assert chunks_of_a_document(ranks) >= 2
-    loss, gradient, parameter = differences(single, ranks, ITERATIONS, numbers(ranks))
-    assert loss <= 1e-6
-    assert gradient <= 1e-5, parameter
+    check_alike(single(TRAINED, model, WHOLE), ranks, ITERATIONS, numbers(ranks))
     last = max(rank["place"]["pp"] for rank in ranks)
-    for (
-        rank
-    ) in ranks:  # as many deferred losses as losses; hidden states and logits go with their micro-batch
+    for rank in ranks:
+        # As many deferred losses as losses; hidden states and logits go with their micro-batch.
         assert len(rank["kept"]) - ITERATIONS == (len(rank["losses"]) if rank["place"]["pp"] == last else 0)
         assert not any(rank["kept"])
         assert set(rank["waits"]) == {False}  # the host does not wait for the device after a transfer
 
 
 @pytest.mark.skipif(megatron_version() < "0.19", reason="its check for GPUs cannot be replaced")
-def test_offloaded_activations_come_back_in_the_order_of_the_backwards(corpus: Path, tmp_path: Path) -> None:
-    single = run(corpus, tmp_path / "single", 1, "--num-layers 4 --wlb-chunks off --wlb-max-tokens 256")
-    ranks = run(corpus, tmp_path / "ranks", 2, f"--num-layers 4 {PP2} {CHUNKS}", WORKER_OFFLOADS="1")
+def test_offloaded_activations_come_back_in_the_order_of_the_backwards(
+    corpus: Path, single: Any, tmp_path: Path
+) -> None:
+    ranks = run(corpus, tmp_path, 2, f"{FOUR} {PP2} {CHUNKS}", WORKER_OFFLOADS="1")
     assert chunks_of_a_document(ranks) >= 2
-    loss, gradient, parameter = differences(single, ranks, ITERATIONS, numbers(ranks))
-    assert loss <= 1e-6
-    assert gradient <= 1e-5, parameter
+    check_alike(single(TRAINED, FOUR, WHOLE), ranks, ITERATIONS, numbers(ranks))
     for rank in ranks:
         groups: list[list[int]] = []
         documents: set[Any] = set()
@@ -146,22 +119,17 @@ def test_offloaded_activations_come_back_in_the_order_of_the_backwards(corpus: P
                 [*groups[:-1], [number, *groups[-1]]] if number and held & documents else [*groups, [number]]
             )
             documents = held
-        assert [at for at, _ in itertools.groupby(rank["reloads"])] == [
-            at for group in groups for at in group
-        ]
+        order = [at for group in groups for at in group]
+        assert [at for at, _ in itertools.groupby(rank["reloads"])] == order
 
 
 @pytest.mark.parametrize("what", ["class", "hook"])
 def test_a_model_that_changes_its_losses_trains_with_them(what: str, corpus: Path, tmp_path: Path) -> None:
     """Its losses stay in the forward: a deferred loss would come after the change."""
-    whole = run(
-        corpus, tmp_path / "whole", 1, "--wlb-chunks off --wlb-max-tokens 256", WORKER_DOUBLES="class"
-    )
+    whole = run(corpus, tmp_path / "whole", 1, WHOLE, WORKER_DOUBLES="class")
     chunks = run(corpus, tmp_path / "chunks", 1, CHUNKS, WORKER_DOUBLES=what)
     assert chunks_of_a_document(chunks) >= 2
-    loss, gradient, parameter = differences(whole, chunks, ITERATIONS, numbers(chunks))
-    assert loss <= 1e-6
-    assert gradient <= 1e-5, parameter
+    check_alike(whole, chunks, ITERATIONS, numbers(chunks))
 
 
 @pytest.mark.parametrize("what", ["patch", "patch in place"])
@@ -169,18 +137,8 @@ def test_a_change_of_losses_that_was_not_seen_beforehand_ends_the_job_with_a_lin
     what: str, corpus: Path, tmp_path: Path
 ) -> None:
     """Lost with the change, every loss was 0, and the first stage waited for gradients that never came."""
-    base = [flag for part in (MODEL, MACHINE, TRAINING, PP2, CHUNKS) for flag in part.split()]
-    base += [
-        "--data-path",
-        str(corpus),
-        "--global-batch-size",
-        "8",
-        "--train-iters",
-        "3",
-        "--wlb-max-delay",
-        "0",
-    ]
-    done = launch(base, 2, out=tmp_path / "out", timeout=60, WORKER_DOUBLES=what)
+    arguments = flags(f"--data-path {corpus}", TRAINED, PP2, CHUNKS)
+    done = launch(arguments, 2, out=tmp_path / "out", timeout=60, WORKER_DOUBLES=what)
     assert done.returncode == 1
     lines = [
         line
@@ -190,31 +148,26 @@ def test_a_change_of_losses_that_was_not_seen_beforehand_ends_the_job_with_a_lin
     assert lines and all("error: rank 1 on " in line and "--wlb-chunks off" in line for line in lines)
 
 
-@pytest.mark.parametrize("virtual", ["", f"{VIRTUAL} 2"])
+@pytest.mark.parametrize("layout", [PP2, VPP])
 def test_a_document_of_four_windows_trains_whole_as_in_a_window_of_its_length(
-    virtual: str, tmp_path: Path
+    layout: str, tmp_path: Path
 ) -> None:
     """Windows of 64 on two stages, after a rehearsal with keys of such a document, against windows of 256 on one."""
-    corpus = tmp_path / "long"
+    corpus, log, traced = tmp_path / "long", tmp_path / "log.jsonl", tmp_path / "trace.json"
     write_corpus(corpus, [30, 256, 64, 5, 300, 17, 130, 61, 200, 44])
-    base = [flag for part in (MODEL, MACHINE, TRAINING) for flag in part.split()]
-    base += [*("--data-path", str(corpus), "--train-iters", str(ITERATIONS), "--wlb-quadratic-at", "80")]
-    base += ["--num-layers", "4"]
+    base = f"--data-path {corpus} --train-iters {ITERATIONS} --wlb-quadratic-at 80 {FOUR}"
     whole = "--seq-length 256 --max-position-embeddings 256 --global-batch-size 1 --wlb-chunks off --wlb-max-delay 0"
-    single = train([*base, *whole.split(), "--wlb-max-tokens", "1024"], 1, tmp_path / "single")
-    chunks = f"{PP2} {virtual} --max-position-embeddings 512 --global-batch-size 4 --wlb-overlong chunk"
-    chunks += " --wlb-micro-batch-cost 2"
-    log, traced = tmp_path / "log.jsonl", tmp_path / "trace.json"
-    reports = ["--wlb-log", str(log), "--wlb-trace", str(traced), "--wlb-trace-iteration", "2"]
-    ranks = train([*base, *chunks.split(), *reports, "--wlb-rehearsal", "always"], 2, tmp_path / "ranks")
+    alone = train(flags(base, whole, "--wlb-max-tokens 1024"), 1, tmp_path / "single")
+    chunks = f"{layout} --max-position-embeddings 512 --global-batch-size 4 --wlb-overlong chunk"
+    chunks += " --wlb-micro-batch-cost 2 --wlb-rehearsal always"
+    reports = f"--wlb-log {log} --wlb-trace {traced} --wlb-trace-iteration 2"
+    ranks = train(flags(base, chunks, reports), 2, tmp_path / "ranks")
     for rank in ranks:
         rank["documents"] = [entry for entry in rank["documents"] if entry[0] >= 0]
-    trained = [[entry[0], *piece] for entry in single[0]["documents"] for piece in entry[2]]
+    trained = [[entry[0], *piece] for entry in alone[0]["documents"] for piece in entry[2]]
     assert 256 in {end - start for _, _, _, start, end in trained}
     assert chunks_of_a_document(ranks) >= 6
-    loss, gradient, parameter = differences(single, ranks, ITERATIONS, numbers(ranks))
-    assert loss <= 1e-6
-    assert gradient <= 1e-5, parameter
+    check_alike(alone, ranks, ITERATIONS, numbers(ranks))
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     check_log_and_trace(lines, json.loads(traced.read_text()), ranks[0]["documents"])
 

@@ -10,9 +10,20 @@ import threading
 import time
 from pathlib import Path
 
-import forked_ranks
 import pytest
-from megatron_runs import LENGTHS, cpu_environment, failure, flags, launch, write_corpus
+from megatron_runs import (
+    LENGTHS,
+    cpu_environment,
+    failure,
+    flags,
+    launch,
+    output_of,
+    refusal_of,
+    run_script,
+    write_corpus,
+)
+
+pytestmark = pytest.mark.megatron
 
 LIMIT = 200
 """Seconds within which a run that fails must have ended, its start included; a frozen one never does."""
@@ -28,19 +39,20 @@ def truncate_when(log: Path, lines: int, victim: Path) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.megatron
 @pytest.mark.parametrize("workers", ["0", "2"])
 def test_a_run_whose_tokens_cannot_be_read_any_more_ends_though_workers_ignore_the_signal(
     workers: str, tmp_path: Path
 ) -> None:
     prefix, log = tmp_path / "documents", tmp_path / "steps.jsonl"
     write_corpus(prefix, LENGTHS * 4)
-    arguments = [*flags(), "--data-path", str(prefix), "--split", "1,0,0", "--global-batch-size", "2"]
-    arguments += ["--train-iters", "100000", "--num-workers", workers, "--exit-signal-handler"]
-    arguments += ["--wlb-plan-process", "always" if workers == "2" else "never"]
+    run = (
+        f"--data-path {prefix} --split 1,0,0 --global-batch-size 2 --train-iters 100000 --exit-signal-handler"
+    )
+    process = "always" if workers == "2" else "never"
+    arguments = flags(run, f"--num-workers {workers} --wlb-plan-process {process} --wlb-log {log}")
     fault = threading.Thread(target=truncate_when, args=(log, 3, prefix.with_suffix(".bin")))
     fault.start()
-    done = launch([*arguments, "--wlb-log", str(log)], 1, timeout=LIMIT)
+    done = launch(arguments, 1, timeout=LIMIT)
     fault.join()
     assert done.returncode != 0
     assert f"{prefix}.bin ends before byte" in done.stderr
@@ -60,26 +72,21 @@ def kill_planning(log: Path, marks: set[str], trained: list[int]) -> None:
                 trained.append(log.read_text().count("\n"))
 
 
-@pytest.mark.megatron
 @pytest.mark.parametrize("layout", [{}, {"context": 2}])
 def test_a_run_whose_planning_process_is_killed_ends_at_once_with_a_line(
     layout: dict[str, int], corpus: Path, tmp_path: Path
 ) -> None:
     """Of the last rank alone. Its pipe holds hundreds of plans more."""
     log, ranks, trained = tmp_path / "steps.jsonl", layout.get("context", 1), list[int]()
-    arguments = [*flags(**layout), "--data-path", str(corpus), "--split", "1,0,0", "--global-batch-size", "2"]
-    arguments += ["--train-iters", "100000", "--wlb-log", str(log), "--wlb-plan-process", "always"]
+    run = f"--data-path {corpus} --split 1,0,0 --global-batch-size 2 --train-iters 100000"
+    arguments = flags(run, f"--wlb-log {log} --wlb-plan-process always", **layout)
     marks = {f"MARK={tmp_path}", f"RANK={ranks - 1}"}
     fault = threading.Thread(target=kill_planning, args=(log, marks, trained))
     fault.start()
-    done = launch(arguments, ranks, timeout=LIMIT, MARK=str(tmp_path))
+    refused = refusal_of(arguments, ranks, timeout=LIMIT, MARK=str(tmp_path))
     fault.join()
-    assert done.returncode == 1
     silent = r"the process that plans iterations does not answer \(it has been killed by signal 9\)"
-    assert re.search(rf"^wlb_megatron: error: (rank 1 on \S+: )?{silent}", done.stderr, re.MULTILINE), (
-        done.stderr
-    )
-    assert "Traceback" not in done.stderr
+    assert re.search(rf"^wlb_megatron: error: (rank 1 on \S+: )?{silent}", refused, re.MULTILINE), refused
     assert log.read_text().count("\n") <= trained[0] + 3
 
 
@@ -100,21 +107,16 @@ pretrain_gpt.main()
 """
 
 
-@pytest.mark.megatron
 @pytest.mark.parametrize("process", ["always", "never"])
 def test_a_run_whose_packer_loses_documents_ends_with_a_line_before_it_trains_them(
     process: str, tmp_path: Path
 ) -> None:
     write_corpus(tmp_path / "documents", LENGTHS * 4)
     (tmp_path / "drops_half.py").write_text(DROPS_HALF)  # a module, so that the planning process finds it
-    (tmp_path / "script.py").write_text(WITH_IT)
-    environment = cpu_environment()
-    environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), environment.get("PYTHONPATH", "")])
-    arguments = [*flags(), "--data-path", str(tmp_path / "documents"), "--split", "1,0,0"]
-    arguments += ["--global-batch-size", "2", "--train-iters", "20", "--wlb-packing", "original"]
-    arguments += ["--wlb-plan-process", process]
-    script = [str(tmp_path / "script.py")]
-    done = forked_ranks.run(script, arguments, 1, environment, timeout=LIMIT)
+    path = os.pathsep.join([str(tmp_path), cpu_environment().get("PYTHONPATH", "")])
+    run = f"--data-path {tmp_path}/documents --split 1,0,0 --global-batch-size 2 --train-iters 20"
+    arguments = flags(run, f"--wlb-packing original --wlb-plan-process {process}")
+    done = run_script(WITH_IT, arguments, tmp_path, PYTHONPATH=path)
     assert done.returncode == 1
     assert "DropsHalf was given" in done.stderr.strip().splitlines()[-1], failure(done)
     assert "Traceback" not in done.stderr
@@ -129,7 +131,6 @@ pretrain_gpt.main()
 """
 
 
-@pytest.mark.megatron
 def test_a_blend_of_many_corpora_and_a_large_batch_train_though_few_files_are_allowed_at_first(
     tmp_path: Path,
 ) -> None:
@@ -137,52 +138,25 @@ def test_a_blend_of_many_corpora_and_a_large_batch_train_though_few_files_are_al
     for number in range(1, 300):
         for kind in ("bin", "idx"):
             os.link(tmp_path / f"0.{kind}", tmp_path / f"{number}.{kind}")
-    (tmp_path / "script.py").write_text(FEW_FILES)
-    blend = [word for number in range(300) for word in ("1", str(tmp_path / str(number)))]
-    arguments = [*flags(), "--data-path", *blend, "--split", "1,0,0", "--train-iters", "3"]
-    arguments += ["--global-batch-size", "64", "--num-workers", "2"]
-    script = [str(tmp_path / "script.py")]
-    done = forked_ranks.run(script, ["8192", *arguments], 1, cpu_environment(), timeout=LIMIT)
+    blend = " ".join(f"1 {tmp_path}/{number}" for number in range(300))
+    run = f"--data-path {blend} --split 1,0,0 --train-iters 3 --global-batch-size 64 --num-workers 2"
+    done = run_script(FEW_FILES, ["8192", *flags(run)], tmp_path)
     assert done.returncode == 0, failure(done)
     assert "[wlb] iteration 3 " in done.stdout
     # The hard limit is too low: one line at the start, and the cure.
-    done = forked_ranks.run(script, ["512", *arguments], 1, cpu_environment(), timeout=LIMIT)
+    done = run_script(FEW_FILES, ["512", *flags(run)], tmp_path)
     assert done.returncode == 1
     assert "the mapped indices of all corpora need 300 open files, 556 with all others" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.megatron
 def test_what_a_checkpoint_refuses_is_told_once_a_node(corpus: Path, tmp_path: Path) -> None:
-    arguments = [
-        *flags(context=2),
-        "--data-path",
-        str(corpus),
-        "--global-batch-size",
-        "2",
-        "--ckpt-format",
-        "torch",
-    ]
-    arguments += [
-        "--save",
-        str(tmp_path),
-        "--load",
-        str(tmp_path),
-        "--save-interval",
-        "1",
-        "--split",
-        "1,0,0",
-    ]
-    arguments += ["--train-iters", "2"]
-    saved = launch([*arguments, "--exit-interval", "1"], 2, timeout=LIMIT)
-    assert saved.returncode == 0, failure(saved)
+    saves = f"--save {tmp_path} --load {tmp_path} --save-interval 1 --ckpt-format torch"
+    run = f"--data-path {corpus} --split 1,0,0 --global-batch-size 2 --train-iters 2"
+    arguments = flags(run, saves, context=2)
+    output_of([*arguments, "--exit-interval", "1"], 2, timeout=LIMIT)
     for changed, line in (
-        (["--wlb-quadratic-at", "77"], "cannot resume with another cost model: --wlb-quadratic-at was"),
-        (
-            ["--global-batch-size", "4"],
-            "the checkpoint's learning rate cannot go on (OptimizerParam",
-        ),
+        ("--wlb-quadratic-at 77", "cannot resume with another cost model: --wlb-quadratic-at was"),
+        ("--global-batch-size 4", "the checkpoint's learning rate cannot go on (OptimizerParam"),
     ):
-        done = launch([*arguments, *changed], 2, timeout=LIMIT)
-        assert done.returncode == 1
-        assert done.stderr.count(line) == 1 and "Traceback" not in done.stderr
+        assert refusal_of([*arguments, *changed.split()], 2, timeout=LIMIT).count(line) == 1

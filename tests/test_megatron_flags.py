@@ -7,9 +7,8 @@ import re
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-import forked_ranks
 import pytest
-from megatron_runs import ROOT, cpu_environment
+from megatron_runs import ROOT, run_script
 
 from wlb_megatron.plugin.flags.versions import WHEELS
 
@@ -28,8 +27,7 @@ def test_every_flag_of_megatrons_parser_stands_in_the_table(tmp_path: Path) -> N
     text = (ROOT / "docs" / "megatron_flags.md").read_text(encoding="utf-8")
     patterns = set(re.findall(r"`(--[a-z0-9*-]+)", text))
     untouched = set(re.findall(r"\*([^*`\n]+)\*", text[text.index("## What has nothing to do") :]))
-    (tmp_path / "list.py").write_text(LIST)
-    done = forked_ranks.run([str(tmp_path / "list.py")], [], 1, cpu_environment(), timeout=60)
+    done = run_script(LIST, [], tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     version, groups = json.loads(done.stdout.splitlines()[-1])
     if version == WHEELS[-1]:

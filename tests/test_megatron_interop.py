@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_runs import failure, flags, launch, without_plugin
+from megatron_runs import flags, output_of, without_plugin
 from torch.distributed.checkpoint import FileSystemReader
 
 pytestmark = pytest.mark.megatron
 
-RUN = ["--global-batch-size", "4", "--save-interval", "2", "--override-opt-param-scheduler"]
+RUN = "--global-batch-size 4 --save-interval 2 --split 1,0,0 --override-opt-param-scheduler"
 
 
 @dataclass(frozen=True)
@@ -29,24 +29,6 @@ class Chain:
         return [float(value) for value in re.findall(pattern, self.logs[run])]
 
 
-def started(
-    corpus: Path,
-    out: Path,
-    name: str,
-    samples: int,
-    *more: str,
-    load: Path | None = None,
-    stock: bool = False,
-) -> tuple[Path, str]:
-    arguments = [*flags(), *RUN, "--data-path", str(corpus), "--split", "1,0,0"]
-    arguments += ["--train-samples", str(samples), "--save", str(out / name), *more]
-    arguments += ["--load", str(load)] if load else []
-    arguments = without_plugin(arguments) if stock else arguments
-    done = launch(arguments, 1, out=out / f"{name} seen", stock=stock)
-    assert done.returncode == 0, failure(done)
-    return out / name, done.stdout
-
-
 @pytest.fixture(scope="module")
 def chain(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Chain:
     """Without the plugin two iterations, saved in Megatron's torch format; with it two more, saved as torch_dist;
@@ -55,16 +37,18 @@ def chain(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Chain:
     saved: dict[str, Path] = {}
     logs: dict[str, str] = {}
 
-    def run(name: str, samples: int, *more: str, load: str = "", stock: bool = False) -> None:
-        saved[name], logs[name] = started(
-            corpus, out, name, samples, *more, load=saved.get(load), stock=stock
-        )
+    def run(name: str, samples: int, more: str, load: str = "", stock: bool = False) -> None:
+        saved[name] = out / name
+        samples_and_folder = f"--data-path {corpus} --train-samples {samples} --save {saved[name]}"
+        arguments = flags(RUN, samples_and_folder, more, f"--load {saved[load]}" if load else "")
+        arguments = without_plugin(arguments) if stock else arguments
+        logs[name] = output_of(arguments, 1, out=out / f"{name} seen", stock=stock)
 
-    run("first", 8, "--ckpt-format", "torch", stock=True)
+    run("first", 8, "--ckpt-format torch", stock=True)
     run("with", 16, "--wlb-fresh-order", load="first")
-    run("without", 20, load="with", stock=True)
-    still = ["--lr", "0", "--min-lr", "0", "--weight-decay", "0", "--ckpt-format", "torch"]
-    run("tuned", 4, "--finetune", "--no-load-optim", "--no-load-rng", *still, load="first")
+    run("without", 20, "", load="with", stock=True)
+    still = "--lr 0 --min-lr 0 --weight-decay 0 --ckpt-format torch"
+    run("tuned", 4, f"--finetune --no-load-optim --no-load-rng {still}", load="first")
     return Chain(saved, logs)
 
 

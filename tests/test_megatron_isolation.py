@@ -12,8 +12,6 @@ from megatron_runs import LENGTHS, flags, rewrite_corpus, train, write_corpus
 
 pytestmark = pytest.mark.megatron
 
-RUN = ["--global-batch-size", "2", "--train-iters", "1"]
-
 
 def logits_by_document(ranks: list[dict[str, Any]]) -> dict[tuple[int, ...], dict[int, torch.Tensor]]:
     """{piece: {position: logits}} of all that was trained."""
@@ -31,11 +29,15 @@ def logits_by_document(ranks: list[dict[str, Any]]) -> dict[tuple[int, ...], dic
 @pytest.mark.parametrize("sharding", ["per-document", "per-sequence"])
 def test_one_changed_token_changes_its_own_document_alone(sharding: str, tmp_path: Path) -> None:
     documents = write_corpus(tmp_path / "before", LENGTHS)
-    arguments = [*flags(context=2), *RUN, "--wlb-sharding", sharding]
-    run = {"WORKER_LOGITS": "1"}
-    before = logits_by_document(
-        train([*arguments, "--data-path", str(tmp_path / "before")], 2, tmp_path / "a", **run)
-    )
+
+    def logits(corpus: str) -> dict[tuple[int, ...], dict[int, torch.Tensor]]:
+        run = (
+            f"--global-batch-size 2 --train-iters 1 --wlb-sharding {sharding} --data-path {tmp_path}/{corpus}"
+        )
+        ranks = train(flags(run, context=2), 2, tmp_path / f"{corpus} seen", WORKER_LOGITS="1")
+        return logits_by_document(ranks)
+
+    before = logits("before")
     together = [piece for piece in before if piece[1] >= 0]
     assert len(together) > 4
     changed = max(together, key=lambda piece: piece[3] - piece[2])
@@ -43,15 +45,10 @@ def test_one_changed_token_changes_its_own_document_alone(sharding: str, tmp_pat
     document = documents[changed[1]] = documents[changed[1]].copy()
     document[changed[2] + place] = (document[changed[2] + place] + 1) % 127
     rewrite_corpus(tmp_path / "after", documents)
-    after = logits_by_document(
-        train([*arguments, "--data-path", str(tmp_path / "after")], 2, tmp_path / "b", **run)
-    )
+    after = logits("after")
     assert before.keys() == after.keys()
     for piece, by_position in before.items():
-        same = [
-            bool(torch.equal(value, after[piece][position]))
-            for position, value in sorted(by_position.items())
-        ]
+        same = [torch.equal(value, after[piece][at]) for at, value in sorted(by_position.items())]
         if piece == changed:
             assert all(same[:place]) and not any(same[place:])  # and causal within the document
         else:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from megatron_combinations import MOE, VPP
-from megatron_runs import MACHINE, MODEL, TRAINING, differences, train
+from megatron_runs import check_alike, flags, train
 
 pytestmark = pytest.mark.megatron
 
@@ -24,18 +24,8 @@ ROWS = {
     "EP2xPP2": (4, f"{PP2} --expert-model-parallel-size 2", EXPERTS, 7),
 }
 """Processes, layout, model, and what a micro-batch costs by itself (tokens), so that their number changes."""
+TRAINED = f"--global-batch-size 8 --train-iters {ITERATIONS} --wlb-max-delay 0 --wlb-max-tokens 256"
 FREE = "--wlb-micro-batches-per-window auto --wlb-quadratic-at 80 --wlb-micro-batch-cost"
-
-
-def run(corpus: Path, out: Path, processes: int, flags: str) -> list[dict[str, Any]]:
-    """Nothing is delayed, so that an iteration trains the same documents whatever the pipeline."""
-    base = [flag for part in (MODEL, MACHINE, TRAINING) for flag in part.split()]
-    arguments = [*base, "--data-path", str(corpus), "--global-batch-size", "8", *flags.split()]
-    return train(
-        [*arguments, "--train-iters", str(ITERATIONS), "--wlb-max-delay", "0", "--wlb-max-tokens", "256"],
-        processes,
-        out,
-    )
 
 
 def counts(ranks: list[dict[str, Any]]) -> list[int]:
@@ -45,15 +35,16 @@ def counts(ranks: list[dict[str, Any]]) -> list[int]:
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_losses_and_gradients_equal_the_single_process(name: str, corpus: Path, tmp_path: Path) -> None:
+def test_losses_and_gradients_equal_the_single_process(
+    name: str, corpus: Path, single: Any, tmp_path: Path
+) -> None:
+    """Nothing is delayed, so that an iteration trains the same documents whatever the pipeline."""
     processes, layout, model, cost = ROWS[name]
-    single = run(corpus, tmp_path / "single", 1, model)
-    ranks = run(corpus, tmp_path / "ranks", processes, f"{layout} {model} {FREE} {cost}")
+    arguments = flags(f"--data-path {corpus}", TRAINED, model, f"{layout} {FREE} {cost}")
+    ranks = train(arguments, processes, tmp_path)
     chunks, windows = (2, 7) if "VPP" in name else (1, 8 // (2 if name in ("DP2xPP2", "EP2xPP2") else 1))
     numbers = [count // chunks for count in counts(ranks)]
-    loss, gradient, parameter = differences(single, ranks, ITERATIONS, numbers)
-    assert loss <= 1e-6
-    assert gradient <= 1e-5, parameter
+    check_alike(single(TRAINED, model), ranks, ITERATIONS, numbers)
     assert max(numbers) > windows
     if chunks == 2:
         assert all(number % 2 == 0 for number in numbers)

@@ -75,26 +75,9 @@ def test_graphs_of_more_than_mlps_are_refused_with_any_packing(graphs: dict[str,
 
 @pytest.mark.megatron
 def test_padding_to_one_length_changes_neither_losses_nor_gradients(corpus: Path, tmp_path: Path) -> None:
-    arguments = [
-        *flags(context=2),
-        "--global-batch-size",
-        "3",
-        "--train-iters",
-        "2",
-        "--data-path",
-        str(corpus),
-    ]
-    arguments += [
-        "--split",
-        "80,20,0",
-        "--eval-iters",
-        "2",
-        "--eval-interval",
-        "2",
-        "--wlb-packing",
-        "fixed-greedy",
-    ]
-    arguments += ["--wlb-max-documents", "3"]  # many windows are then not full
+    run = f"--data-path {corpus} --global-batch-size 3 --train-iters 2 --split 80,20,0 --eval-iters 2 --eval-interval 2"
+    # At most three documents: many windows are then not full.
+    arguments = flags(run, "--wlb-packing fixed-greedy --wlb-max-documents 3", context=2)
     short = train(arguments, 2, tmp_path / "short")
     full = train(arguments, 2, tmp_path / "full", WORKER_ONE_LENGTH="1")
     assert {tokens.numel() for rank in full for tokens in rank["tokens"]} == {32}

@@ -13,6 +13,7 @@ import torch
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron_combinations import (
     BY_DOCUMENT_ALONE,
+    CHUNKS,
     EP,
     FP8_DELAYED,
     FSDP2,
@@ -21,7 +22,7 @@ from megatron_combinations import (
     MOE,
     OVERLAPS,
 )
-from megatron_runs import MACHINE, MODEL, TRAINING, train
+from megatron_runs import flags, train
 
 from wlb_megatron.plugin.flags.versions import megatron_version
 
@@ -30,20 +31,20 @@ pytestmark = pytest.mark.megatron
 ITERATIONS = 3
 PP2 = "--pipeline-model-parallel-size 2"
 UNIFORM = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+TWO, BLOCK = UNIFORM.replace("layers 1", "layers 2"), UNIFORM.replace("uniform", "block")
 LATENT = (
     "--multi-latent-attention --no-rope-fusion --q-lora-rank 16 --kv-lora-rank 8 --qk-head-dim 8 "
     "--qk-pos-emb-head-dim 4 --v-head-dim 8"
 )
 HYBRID = "--spec wlb_megatron.plugin.model.local_hybrid stack --hybrid-layer-pattern"
-CHUNKS = "--wlb-chunks on --wlb-quadratic-at 80 --wlb-micro-batch-cost 2 --wlb-max-tokens 80"
 WHOLE = "--wlb-chunks off --wlb-max-tokens 128"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """available: bytes of each rank for activations. in_step: data-parallel ranks meet inside layers, too, as tensor-
-    and context-parallel ones always do. without: a flag of the small model that is left out. needs: a package. since:
-    the first release that trains it so, started without a checkout. experts: not where kept layers see no padding."""
+    and context-parallel ones always do. needs: a package. since: the first release that trains it so, started without
+    a checkout. experts: not where kept layers see no padding."""
 
     processes: int = 2
     flags: str = ""
@@ -51,7 +52,6 @@ class Row:
     documents: str = WHOLE
     available: str
     in_step: bool = False
-    without: str = ""
     needs: str = ""
     since: float = 0.17
     experts: bool = False
@@ -60,46 +60,28 @@ class Row:
 ROWS = {
     "one stage": Row(processes=1, available="350000"),
     "PP2, chunks": Row(flags=PP2, documents=CHUNKS, available="300000"),
-    "PP2, units of two layers": Row(
-        flags=PP2, recompute=UNIFORM.replace("layers 1", "layers 2"), available="400000"
-    ),
-    "PP2, blocks of one layer": Row(
-        flags=PP2, recompute=UNIFORM.replace("uniform", "block"), documents=CHUNKS, available="400000"
-    ),
+    "PP2, units of two layers": Row(flags=PP2, recompute=TWO, available="400000"),
+    "PP2, blocks of one layer": Row(flags=PP2, recompute=BLOCK, documents=CHUNKS, available="400000"),
     "PP2xCP2": Row(
-        processes=4,
-        flags=f"{PP2} --context-parallel-size 2",
-        documents=CHUNKS,
+        **{"processes": 4, "flags": f"{PP2} --context-parallel-size 2", "documents": CHUNKS},
         available="200000,250000,180000,250000",
     ),
     "TP2 with SP": Row(flags="--tensor-model-parallel-size 2 --sequence-parallel", available="230000,200000"),
     "DP2xPP2, overlaps": Row(
-        processes=4,
-        flags=f"{PP2} {OVERLAPS}",
-        documents=CHUNKS,
+        **{"processes": 4, "flags": f"{PP2} {OVERLAPS}", "documents": CHUNKS},
         available="300000,250000,350000,250000",
     ),
     "EP2xPP2": Row(
-        processes=4,
-        flags=f"{PP2} {EP} {BY_DOCUMENT_ALONE}",
-        documents=CHUNKS,
-        available="700000,600000,700000,650000",
-        in_step=True,
-        experts=True,
+        **{"processes": 4, "flags": f"{PP2} {EP} {BY_DOCUMENT_ALONE}", "documents": CHUNKS},
+        **{"in_step": True, "experts": True, "available": "700000,600000,700000,650000"},
     ),
     "VPP2 on PP2": Row(flags=f"{PP2} --num-virtual-stages-per-pipeline-rank 2", available="350000"),
     "HybridModel with experts, PP2": Row(
-        flags=f"{PP2} {BY_DOCUMENT_ALONE} {HYBRID} *E*-|*E-*",
-        documents=CHUNKS,
-        available="500000",
-        since=0.18,
+        **{"flags": f"{PP2} {BY_DOCUMENT_ALONE} {HYBRID} *E*-|*E-*", "documents": CHUNKS},
+        **{"available": "500000", "since": 0.18},
     ),
     "torch FSDP2, latent attention": Row(
-        flags=f"{FSDP2} {LATENT}",
-        available="480000,400000",
-        in_step=True,
-        without="--group-query-attention",
-        since=0.19,
+        **{"flags": f"{FSDP2} {LATENT}", "in_step": True, "available": "480000,400000", "since": 0.19},
     ),
     "Megatron-FSDP": Row(flags=MEGATRON_FSDP, available="480000,400000", in_step=True, needs="einops"),
     "heterogeneous layers on uneven stages": Row(
@@ -111,22 +93,16 @@ ROWS = {
     ),
     "FP8 delayed, DP2": Row(flags=FP8_DELAYED, documents=CHUNKS, available="700000,600000", in_step=True),
     "routers' losses over all ranks, DP2": Row(
-        flags=MOE.replace("type aux", "type global_aux"),
-        available="700000,600000",
-        in_step=True,
-        experts=True,
+        **{"flags": MOE.replace("type aux", "type global_aux"), "available": "700000,600000"},
+        **{"in_step": True, "experts": True},
     ),
 }
 
 
-def run(
-    corpus: Path, out: Path, processes: int, flags: str, without: str = "", **environment: str
-) -> list[dict[str, Any]]:
-    base = [flag for part in (MODEL, MACHINE, TRAINING) for flag in part.split() if flag != without]
-    arguments = [*base, *flags.split(), "--num-layers", "4", "--data-path", str(corpus)]
-    arguments += ["--global-batch-size", "8", "--train-iters", str(ITERATIONS), "--wlb-max-delay", "0"]
-    arguments += ["--wlb-micro-batches-per-window", "2"]
-    return train(arguments, processes, out, **environment)  # type: ignore[arg-type]
+def run(corpus: Path, out: Path, processes: int, *more: str, **environment: str) -> list[dict[str, Any]]:
+    base = f"--num-layers 4 --data-path {corpus} --global-batch-size 8 --train-iters {ITERATIONS}"
+    arguments = flags(base, "--wlb-max-delay 0 --wlb-micro-batches-per-window 2", *more)
+    return train(arguments, processes, out, **environment)
 
 
 def skip_before(release: float) -> None:
@@ -151,10 +127,10 @@ def test_kept_layers_change_no_bit_of_losses_and_gradients(name: str, corpus: Pa
     skip_before(row.since)
     if row.experts and hasattr(TransformerBlock, "_checkpointed_forward"):
         pytest.skip("kept layers of this Megatron's see no padding mask")
-    flags = f"{row.flags} {row.recompute} {row.documents} --wlb-gpu-memory 1"
-    full = run(corpus, tmp_path / "full", row.processes, f"{flags} --wlb-recompute off", row.without)
+    job = f"{row.flags} {row.recompute} {row.documents} --wlb-gpu-memory 1"
+    full = run(corpus, tmp_path / "full", row.processes, job, "--wlb-recompute off")
     memory = {"WORKER_AVAILABLE": row.available}
-    kept = run(corpus, tmp_path / "kept", row.processes, f"{flags} --wlb-log {log}", row.without, **memory)
+    kept = run(corpus, tmp_path / "kept", row.processes, job, f"--wlb-log {log}", **memory)
     check_equal(full, kept)
     planned: dict[tuple[int, int], list[Any]] = {}
     for rank in kept:
@@ -182,9 +158,9 @@ def test_multi_token_prediction_trains_the_same_though_blocks_keep_its_layer(
     corpus: Path, tmp_path: Path
 ) -> None:
     skip_before(0.19)
-    flags = f"{PP2} {UNIFORM} {CHUNKS} --mtp-num-layers 1 --wlb-gpu-memory 1"
-    full = run(corpus, tmp_path / "full", 2, f"{flags} --wlb-recompute off")
-    kept = run(corpus, tmp_path / "kept", 2, flags, WORKER_AVAILABLE="340000")
+    job = f"{PP2} {UNIFORM} {CHUNKS} --mtp-num-layers 1 --wlb-gpu-memory 1"
+    full = run(corpus, tmp_path / "full", 2, job, "--wlb-recompute off")
+    kept = run(corpus, tmp_path / "kept", 2, job, WORKER_AVAILABLE="340000")
     check_equal(full, kept)
     last = [number for step in kept[1]["recomputed"] for row in step for number in row]
     assert set(last) > {2}, "some micro-batches run the flags, some blocks"

@@ -8,25 +8,34 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from megatron_combinations import BY_DOCUMENT
-from megatron_runs import LENGTHS, failure, flags, launch, logged_losses, train, write_corpus
-from test_megatron_layouts import mean_losses, trained
+from megatron_runs import (
+    LENGTHS,
+    flags,
+    launch,
+    logged_losses,
+    mean_losses,
+    output_of,
+    read_ranks,
+    refusal_of,
+    train,
+    write_corpus,
+)
+from test_megatron_layouts import trained
 
 from wlb_megatron.plugin.flags.versions import megatron_version
 
 pytestmark = pytest.mark.megatron
 
-RUN = ["--global-batch-size", "4", "--train-iters", "4", "--split", "80,20,0", "--eval-iters", "2"]
-RUN += ["--eval-interval", "2", "--num-layers", "4"]
-TWO_CHUNKS = ["--num-virtual-stages-per-pipeline-rank", "2"]
+PLAIN = "--global-batch-size 4 --train-iters 4 --split 80,20,0 --num-layers 4"
+RUN = f"{PLAIN} --eval-iters 2 --eval-interval 2"
+TWO_CHUNKS = "--num-virtual-stages-per-pipeline-rank 2"
 
 
 @pytest.fixture(scope="module")
 def whole(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Four iterations at once, CP=2."""
-    out = tmp_path_factory.mktemp("whole")
-    return train([*flags(context=2), *RUN, "--data-path", str(corpus)], 2, out)
+    return train(flags(f"--data-path {corpus}", RUN, context=2), 2, tmp_path_factory.mktemp("whole"))
 
 
 @pytest.fixture(scope="module")
@@ -34,42 +43,25 @@ def stopped(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The checkpoint of a run that stopped after two of them, planned by a process of its own, with prefetching
     workers; saved beside training."""
     folder = tmp_path_factory.mktemp("stopped")
-    arguments = [*flags(context=2), *RUN, "--data-path", str(corpus), "--save", str(folder / "checkpoints")]
-    stops = ["--num-workers", "2", "--exit-interval", "2", "--save-interval", "2", "--async-save"]
-    stops += ["--wlb-plan-process", "always"]
-    train([*arguments, *stops], 2, folder / "out")
+    stops = f"--save {folder}/checkpoints --num-workers 2 --exit-interval 2 --save-interval 2 --async-save"
+    arguments = flags(f"--data-path {corpus}", RUN, stops, "--wlb-plan-process always", context=2)
+    train(arguments, 2, folder / "out")
     return folder / "checkpoints"
 
 
-def resume(
-    stopped: Path, corpus: Path, folder: Path, parallel: dict[str, int], processes: int, *more: str
-) -> Any:
-    checkpoints = folder / "checkpoints"
-    shutil.copytree(stopped, checkpoints)
-    arguments = [*flags(**parallel), *RUN, "--data-path", str(corpus), "--load", str(checkpoints), *more]
-    return train(arguments, processes, folder / "out")
-
-
 @pytest.mark.parametrize(
-    ("layout", "processes", "parallel", "more"),
-    [
-        ("the same layout", 2, {"context": 2}, []),
-        ("DP2xCP2", 4, {"context": 2}, []),
-        ("TP2, two virtual stages on each of PP2", 4, {"tensor": 2, "pipeline": 2}, TWO_CHUNKS),
-    ],
+    ("processes", "parallel", "more"),
+    [(2, {"context": 2}, ""), (4, {"context": 2}, ""), (4, {"tensor": 2, "pipeline": 2}, TWO_CHUNKS)],
+    ids=["the same layout", "DP2xCP2", "TP2, two virtual stages on each of PP2"],
 )
 def test_a_resumed_run_trains_what_the_uninterrupted_one_does(
-    layout: str,
-    processes: int,
-    parallel: dict[str, int],
-    more: list[str],
-    corpus: Path,
-    whole: Any,
-    stopped: Path,
-    tmp_path: Path,
+    processes: int, parallel: Any, more: str, corpus: Path, whole: Any, stopped: Path, tmp_path: Path
 ) -> None:
     """F7, F8, F9: training documents by id, and the losses on them, from the iteration after the checkpoint's."""
-    ranks = resume(stopped, corpus, tmp_path, parallel, processes, *more)
+    checkpoints = tmp_path / "checkpoints"
+    shutil.copytree(stopped, checkpoints)
+    arguments = flags(f"--data-path {corpus} --load {checkpoints}", RUN, more, **parallel)
+    ranks = train(arguments, processes, tmp_path / "out")
     expected = [entry for entry in trained(whole) if entry[0] >= 2]
     assert {iteration for iteration, _ in expected} == {2, 3}
     chunks = 2 if more else 1  # the worker notes a micro-batch in each of a stage's
@@ -81,18 +73,17 @@ def test_a_skipped_iterations_documents_are_given_out_and_not_trained_at_resume_
     corpus: Path, whole: Any, tmp_path: Path
 ) -> None:
     """Megatron's iteration 2 of 4 is skipped. The checkpoint after the third resumes with the fourth, on DP=2."""
-    saved = ["--save", str(tmp_path / "saved"), "--save-interval", "3", "--ckpt-format", "torch"]
-    arguments = [*RUN, "--data-path", str(corpus), *saved, "--iterations-to-skip", "2"]
-    done = launch([*flags(context=2), *arguments, "--num-workers", "1"], 2, out=tmp_path / "skipped")
-    assert done.returncode == 0, failure(done)
-    assert re.findall(r"consumed samples: +(\d+)", done.stdout) == ["4", "12", "16"]
+    saved = f"--save {tmp_path}/saved --save-interval 3 --ckpt-format torch"
+    arguments = f"{RUN} --data-path {corpus} {saved} --iterations-to-skip 2"
+    said = output_of(flags(arguments, "--num-workers 1", context=2), 2, out=tmp_path / "skipped")
+    assert re.findall(r"consumed samples: +(\d+)", said) == ["4", "12", "16"]
     skipped = [piece for iteration, piece in trained(whole) if iteration == 1]
     tokens = sum(piece[3] - piece[2] for piece in skipped)
-    assert f"its {len(skipped)} documents, {tokens} tokens, are used up and not trained" in done.stdout
-    ranks = [torch.load(tmp_path / "skipped" / f"rank{at}.pt", weights_only=False) for at in range(2)]
-    assert trained(ranks) == [entry for entry in trained(whole) if entry[0] != 1]
+    assert f"its {len(skipped)} documents, {tokens} tokens, are used up and not trained" in said
+    others = [entry for entry in trained(whole) if entry[0] != 1]
+    assert trained(read_ranks(tmp_path / "skipped", 2)) == others
     (tmp_path / "saved" / "latest_checkpointed_iteration.txt").write_text("3")
-    ranks = train([*flags(), *arguments, "--load", str(tmp_path / "saved")], 2, tmp_path / "resumed")
+    ranks = train(flags(arguments, f"--load {tmp_path}/saved"), 2, tmp_path / "resumed")
     assert trained(ranks) == [entry for entry in trained(whole) if entry[0] == 3]
 
 
@@ -106,24 +97,17 @@ def test_one_command_begins_from_a_release_checkpoint_and_goes_on_when_it_is_que
     shutil.copytree(stopped, checkpoints)
     (checkpoints / "iter_0000002").rename(checkpoints / "release")
     (checkpoints / "latest_checkpointed_iteration.txt").write_text("release")
-    arguments = [*flags(context=2), *RUN, "--data-path", str(corpus), "--train-iters", "2"]
-    arguments += ["--load", str(checkpoints), "--save", str(checkpoints), "--save-interval", "1"]
-    arguments += [
-        "--no-load-optim",
-        "--no-load-rng",
-        "--exit-interval",
-        "1",
-        "--override-opt-param-scheduler",
-    ]
-    arguments += ["--wlb-fresh-order"] if fresh_order else []
-    pieces, said, counted = [], "", []
+    arguments = flags(
+        f"--data-path {corpus} --load {checkpoints} --save {checkpoints} --save-interval 1",
+        *(RUN, "--train-iters 2 --exit-interval 1 --no-load-optim --no-load-rng"),
+        "--override-opt-param-scheduler" + " --wlb-fresh-order" * fresh_order,
+        context=2,
+    )
+    pieces, said = [], ""
     for start in ("first", "second"):
-        done = launch(arguments, 2, out=tmp_path / start)
-        assert done.returncode == 0, failure(done)
-        ranks = [torch.load(tmp_path / start / f"rank{at}.pt", weights_only=False) for at in range(2)]
-        pieces += trained(ranks)
-        said += done.stdout
-        counted += re.findall(r"consumed samples: +(\d+)", done.stdout)
+        said += output_of(arguments, 2, out=tmp_path / start)
+        pieces += trained(read_ranks(tmp_path / start, 2))
+    counted = re.findall(r"consumed samples: +(\d+)", said)
     assert counted == ["12", "16"]
     if fresh_order:
         assert "takes up the document order at sample 8: as --wlb-fresh-order asks" in said
@@ -138,8 +122,7 @@ def test_a_count_of_samples_that_is_not_the_plans_ends_the_job_with_one_line(
     corpus: Path, tmp_path: Path
 ) -> None:
     """Something adds 4 samples to Megatron's count in the second iteration."""
-    arguments = [*flags(), *RUN, "--data-path", str(corpus)]
-    done = launch(arguments, 2, out=tmp_path, WORKER_MISCOUNT="1")
+    done = launch(flags(f"--data-path {corpus}", RUN), 2, out=tmp_path, WORKER_MISCOUNT="1")
     assert done.returncode != 0
     assert len(logged_losses(done.stdout)) == 1
     (line,) = [line for line in done.stderr.splitlines() if "the plan has trained" in line]
@@ -149,52 +132,43 @@ def test_a_count_of_samples_that_is_not_the_plans_ends_the_job_with_one_line(
 def test_whole_documents_stay_whole_until_a_flag_says_otherwise(corpus: Path, tmp_path: Path) -> None:
     """As in checkpoints from before chunks ran over virtual stages, with multi-token prediction, and with seq_aux_loss.
     A new run of these flags trains in chunks."""
-    job = [
-        *flags(pipeline=2),
-        *TWO_CHUNKS,
-        *BY_DOCUMENT.split(),
-        "--num-layers",
-        "4",
-        "--global-batch-size",
-        "4",
-        "--train-iters",
-        "2",
-    ]
-    job += ["--data-path", str(corpus), "--save", str(tmp_path / "saved"), "--save-interval", "1"]
-    job += ["--wlb-quadratic-at", "20", "--wlb-micro-batch-cost", "1", "--exit-interval", "1"]
-    job += ["--mtp-num-layers", "1"] if megatron_version() >= "0.19" else []  # wheels before build none
-    done = launch([*job, "--wlb-chunks", "off"], 2, out=tmp_path / "first")
-    assert "no (not with --wlb-chunks off; chunks would shorten the predicted step by" in done.stdout, (
-        failure(done)
+    job = flags(
+        f"--data-path {corpus} --save {tmp_path}/saved --save-interval 1 --exit-interval 1",
+        f"--num-layers 4 --global-batch-size 4 --train-iters 2 {TWO_CHUNKS} {BY_DOCUMENT}",
+        "--wlb-quadratic-at 20 --wlb-micro-batch-cost 1",
+        "--mtp-num-layers 1" if megatron_version() >= "0.19" else "",  # wheels before build none
+        pipeline=2,
     )
+    said = output_of([*job, "--wlb-chunks", "off"], 2, out=tmp_path / "first")
+    assert "no (not with --wlb-chunks off; chunks would shorten the predicted step by" in said
     cut = {}
     for name, more in (("resumed", ["--load", str(tmp_path / "saved")]), ("new", [])):
-        done = launch([*job, *more], 2, out=tmp_path / name)
-        assert done.returncode == 0, failure(done)
+        said = output_of([*job, *more], 2, out=tmp_path / name)
         stays = re.search(
-            r"documents stay whole, as the run began; --wlb-chunks on .*: 1\.\d+ in chunks", done.stdout
+            r"documents stay whole, as the run began; --wlb-chunks on .*: 1\.\d+ in chunks", said
         )
         assert bool(stays) == (name == "resumed")
-        seen = torch.load(tmp_path / name / "rank0.pt", weights_only=False)["documents"]
+        seen = read_ranks(tmp_path / name, 2)[0]["documents"]
         pieces = {piece for _, _, pieces, _ in seen for piece in pieces if piece[1] >= 0}
         cut[name] = len(pieces) - len({piece[:2] for piece in pieces})
     assert cut["new"] > 0 and cut["resumed"] == 0
 
 
-def test_a_changed_corpus_is_refused_with_what_changed(corpus: Path, stopped: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ("--data-path OTHER", "cannot resume the document stream"),
+        ("--data-path CORPUS --wlb-packing original", "packing was 'varlen', is 'original'"),
+    ],
+    ids=["another corpus", "another packing"],
+)
+def test_what_changed_is_refused_by_its_name(
+    changed: str, words: str, corpus: Path, stopped: Path, tmp_path: Path
+) -> None:
     write_corpus(tmp_path / "other", [*LENGTHS, 12])
-    arguments = [*flags(context=2), *RUN, "--data-path", str(tmp_path / "other"), "--load", str(stopped)]
-    done = launch(arguments, 2)
-    assert done.returncode != 0
-    assert "cannot resume the document stream" in done.stderr
-    assert "or add --wlb-fresh-order" in done.stderr
-
-
-def test_changed_packing_is_refused_with_the_flag(corpus: Path, stopped: Path) -> None:
-    arguments = [*flags(context=2), *RUN, "--data-path", str(corpus), "--load", str(stopped)]
-    done = launch([*arguments, "--wlb-packing", "original"], 2)
-    assert done.returncode != 0
-    assert "packing" in done.stderr
+    changed = changed.replace("OTHER", str(tmp_path / "other")).replace("CORPUS", str(corpus))
+    refused = refusal_of(flags(f"--load {stopped}", RUN, changed, context=2), 2)
+    assert words in refused and "or add --wlb-fresh-order" in refused
 
 
 def test_a_changed_blend_window_and_packing_are_taken_up_and_go_on_when_queued_again(
@@ -203,35 +177,27 @@ def test_a_changed_blend_window_and_packing_are_taken_up_and_go_on_when_queued_a
     """Annealing and context extension after iteration 2. What waited trains first, the corpus goes on: together with
     what trained before, each of its tokens once an epoch. The same command goes on from its own checkpoint."""
     write_corpus(tmp_path / "other", [7, 90, 33, 120, 5, 64, 50] * 4, seed=1)
-    blend = ["--data-path", "0.6", str(corpus), "0.4", str(tmp_path / "other"), "--seq-length", "128"]
-    packing = ["--wlb-packing", "fixed-greedy", "--wlb-balance-batches", "2", "--wlb-fresh-order"]
-    packing += ["--wlb-plan-process", "always"]
-    saving = ["--save", str(tmp_path / "saved"), "--save-interval", "3"]
-    arguments = [*flags(context=2), *RUN, *blend, *packing, *saving, "--train-iters", "4"]
-    out = tmp_path / "changed"
-    done = launch([*arguments, "--load", str(stopped)], 2, out=out)
-    assert done.returncode == 0, failure(done)
-    assert "takes up the document order at sample 8: the saved plan has windows of 64 tokens" in done.stdout
-    assert "corpora: 1 go on where they stood, 1 are new" in done.stdout
-    ranks = [torch.load(out / f"rank{at}.pt", weights_only=False) for at in range(2)]
+    out, saved = tmp_path / "changed", tmp_path / "saved"
+    arguments = flags(
+        f"--data-path 0.6 {corpus} 0.4 {tmp_path}/other",
+        *(RUN, f"--seq-length 128 --save {saved} --save-interval 3"),
+        "--wlb-packing fixed-greedy --wlb-balance-batches 2 --wlb-fresh-order --wlb-plan-process always",
+        context=2,
+    )
+    said = output_of([*arguments, "--load", str(stopped)], 2, out=out)
+    assert "takes up the document order at sample 8: the saved plan has windows of 64 tokens" in said
+    assert "corpora: 1 go on where they stood, 1 are new" in said
+    ranks = read_ranks(out, 2)
     before = [piece for iteration, piece in trained(whole) if iteration < 2]
     after = [piece for _, piece in trained(ranks)]
     mine = [piece for piece in before + after if piece[1] < len(LENGTHS)]
     tokens = [(*piece[:2], at) for piece in mine for at in range(piece[2], piece[3])]
     assert len(tokens) == len(set(tokens)) and len(tokens) > sum(p[3] - p[2] for p in before)
-    (tmp_path / "saved" / "latest_checkpointed_iteration.txt").write_text("3")
-    done = launch([*arguments, "--load", str(tmp_path / "saved")], 2, out=tmp_path / "again")
-    assert done.returncode == 0, failure(done)
-    assert "the document order taken up at sample 8 goes on" in done.stdout
-    again = [torch.load(tmp_path / "again" / f"rank{at}.pt", weights_only=False) for at in range(2)]
+    (saved / "latest_checkpointed_iteration.txt").write_text("3")
+    said = output_of([*arguments, "--load", str(saved)], 2, out=tmp_path / "again")
+    assert "the document order taken up at sample 8 goes on" in said
+    again = read_ranks(tmp_path / "again", 2)
     assert trained(again) == [entry for entry in trained(ranks) if entry[0] == 1]
-
-
-def test_a_changed_cost_of_work_is_refused_with_the_flag(corpus: Path, stopped: Path) -> None:
-    arguments = [*flags(context=2), *RUN, "--data-path", str(corpus), "--load", str(stopped)]
-    done = launch([*arguments, "--wlb-quadratic-at", "99"], 2)
-    assert done.returncode != 0
-    assert "--wlb-quadratic-at was" in done.stderr
 
 
 def test_evaluation_twice_sees_the_same_documents_and_does_not_advance_training(
@@ -239,15 +205,13 @@ def test_evaluation_twice_sees_the_same_documents_and_does_not_advance_training(
 ) -> None:
     """E9: --eval-iters 0 trains the same documents in the same order, and equal weights evaluate equally; F2: at
     CP=2 as at CP=1."""
-    plain = [flag for flag in RUN if flag not in ("--eval-iters", "2", "--eval-interval")]
-    ranks = train([*flags(context=2), *plain, "--data-path", str(corpus)], 2, tmp_path / "out")
+    ranks = train(flags(f"--data-path {corpus}", PLAIN, context=2), 2, tmp_path / "out")
     assert trained(ranks) == trained(whole)
     values = []
     for context in (2, 1):
-        frozen = [*flags(context=context), *RUN, "--data-path", str(corpus), "--lr", "0", "--min-lr", "0"]
-        done = launch(frozen, context, out=tmp_path / f"cp{context}")  # known weights
-        assert done.returncode == 0, done.stderr[-3000:]
-        values.append(re.findall(r"lm loss value: (\S+)", done.stdout))
+        frozen = flags(f"--data-path {corpus}", RUN, "--lr 0 --min-lr 0", context=context)
+        said = output_of(frozen, context, out=tmp_path / f"cp{context}")  # known weights
+        values.append(re.findall(r"lm loss value: (\S+)", said))
         assert len(values[-1]) >= 2 and len(set(values[-1][:2])) == 1
-        assert len(logged_losses(done.stdout)) == 4
+        assert len(logged_losses(said)) == 4
     assert float(values[0][0]) == pytest.approx(float(values[1][0]), rel=1e-6)

@@ -30,8 +30,8 @@ def test_gradients_are_sums_over_tokens_divided_by_the_windows_tokens(
     Losses of routers and of multi-token prediction keep their share of the gradient.
     """
     log = tmp_path / "log.jsonl"
-    arguments = [*flags(), "--global-batch-size", str(WINDOWS), "--split", "1,0,0", "--train-iters", "1"]
-    arguments += ["--data-path", str(corpus), "--wlb-log", str(log), *model.split()]
+    run = f"--data-path {corpus} --wlb-log {log} --global-batch-size {WINDOWS} --split 1,0,0 --train-iters 1"
+    arguments = flags(run, model)
     mean = whole_gradients(train([*arguments, "--wlb-token-weights", "step"], 1, tmp_path / "step"))
     (row,) = map(json.loads, log.read_text().splitlines())
     equal = whole_gradients(train([*arguments, *parallel.split()], 2, tmp_path / "equal"))

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from megatron_runs import flags, rewrite_corpus, train, whole_gradients, write_corpus
 
 from wlb_megatron.attention.core_attention import WlbPackedSeqParams
+from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.blend import Blend, predictions
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.summary import PlanSummary
@@ -31,7 +32,7 @@ from wlb_megatron.plugin.step.multi_token import (
     wrap_roll_tensors,
     wrap_track_metrics,
 )
-from wlb_megatron.refusals import Refused
+from wlb_megatron.refusals import Refused, refuse_unsupported
 from wlb_megatron.sharding.cut import pad
 from wlb_megatron.sharding.select import shard
 
@@ -189,14 +190,12 @@ def test_predictions_are_those_counted_token_by_token(
 def test_documents_in_one_micro_batch_or_in_two_have_the_same_gradient(tmp_path: Path) -> None:
     """22 documents of 3 tokens and one of 62: packed apart, their own factors would be 2.0 and 1.02 at depth 1."""
     write_corpus(tmp_path / "documents", [3] * 22 + [62])
-    further = ["--mtp-num-layers", "2", "--train-iters", "1", "--data-path", str(tmp_path / "documents")]
-    further += ["--wlb-max-delay", "0", "--split", "1,0,0"]
-    batches = {1: ["--seq-length", "128"], 2: []}
+    run = (
+        f"--mtp-num-layers 2 --train-iters 1 --data-path {tmp_path}/documents --wlb-max-delay 0 --split 1,0,0"
+    )
     runs = {
-        number: train(
-            [*flags(), *further, *more, "--global-batch-size", str(number)], 1, tmp_path / str(number)
-        )
-        for number, more in batches.items()
+        number: train(flags(run, f"--global-batch-size {number} {more}"), 1, tmp_path / str(number))
+        for number, more in ((1, "--seq-length 128"), (2, ""))
     }
     documents = [[entry[2] for entry in run[0]["documents"]] for run in runs.values()]
     assert [len(of_micro_batch) for of_micro_batch in documents] == [1, 2]
@@ -208,9 +207,6 @@ def test_documents_in_one_micro_batch_or_in_two_have_the_same_gradient(tmp_path:
 
 
 def test_a_model_of_several_depths_on_an_earlier_stage_is_refused() -> None:
-    from wlb_megatron.config import WlbConfig
-    from wlb_megatron.refusals import Refused, refuse_unsupported
-
     args = SimpleNamespace(micro_batch_size=1, mtp_num_layers=1, pipeline_model_parallel_layout="Et|tmL")
     refuse_unsupported(args, WlbConfig())
     args.pipeline_model_parallel_layout = "Et|tm|L"
