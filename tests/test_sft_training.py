@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import forked_ranks
@@ -19,6 +22,9 @@ from megatron_runs import (
     launch,
     logged_losses,
     mean_losses,
+    output_of,
+    read_ranks,
+    refusal_of,
     train,
     whole_gradients,
     without_plugin,
@@ -59,38 +65,42 @@ def long_conversations(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return jsonl_of(TURNS[:6] + LONG, tmp_path_factory.mktemp("jsonl") / "long.jsonl")
 
 
-def sft(tokenizer: Path, data: Path, prompt_format: str = "nemotron-nano-v2") -> list[str]:
-    return [
-        *("--sft", "--tokenizer-type", "SFTTokenizer", "--tokenizer-model", str(tokenizer)),
-        *("--sft-tokenizer-prompt-format", prompt_format, "--data-path", str(data), "--split", "1,0,0"),
-        *("--make-vocab-size-divisible-by", "128"),
-    ]
-
-
-RUN = ["--global-batch-size", "6", "--train-iters", "1", "--wlb-token-weights", "step"]
-
-
-def oracle(arguments: list[str], data: Path, documents: list[int], out: Path) -> list[dict[str, Any]]:
-    """One step in which each of these lines is a micro-batch; one process, no plugin."""
-    out.mkdir(parents=True)
-    plain = without_plugin([each for each in arguments if each != "--sft"])
-    environment = {
-        "WORKER_OUT": str(out),
-        "ORACLE_JSONL": str(data),
-        "ORACLE_DOCUMENTS": json.dumps(documents),
-    }
-    done = forked_ranks.run(
-        [str(ROOT / "tests" / "megatron_sft_oracle.py")],
-        [*plain, "--global-batch-size", str(len(documents)), "--train-iters", "1"],
-        1,
-        {**cpu_environment(), **environment},
-        timeout=120,
+def sft(tokenizer: Path, data: Path, prompt_format: str = "nemotron-nano-v2") -> str:
+    return (
+        f"--sft --tokenizer-type SFTTokenizer --tokenizer-model {tokenizer} --split 1,0,0 "
+        f"--sft-tokenizer-prompt-format {prompt_format} --data-path {data} --make-vocab-size-divisible-by 128"
     )
-    assert done.returncode == 0, failure(done)
-    return [torch.load(out / "rank0.pt", weights_only=False)]
 
 
-def trained_documents(ranks: list[dict[str, Any]]) -> list[int]:
+RUN = "--global-batch-size 6 --train-iters 1 --wlb-token-weights step"
+
+
+@pytest.fixture(scope="module")
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[dict[str, Any]]]:
+    """oracle(job, data, documents): one step in which each of these lines is a micro-batch; one process, no plugin.
+
+    It runs once for all layouts that train the same documents.
+    """
+
+    @cache
+    def run(job: str, data: Path, documents: tuple[int, ...]) -> list[dict[str, Any]]:
+        out = tmp_path_factory.mktemp("oracle")
+        step = f"--global-batch-size {len(documents)} --train-iters 1"
+        environment = {"ORACLE_JSONL": str(data), "ORACLE_DOCUMENTS": json.dumps(documents)}
+        done = forked_ranks.run(
+            [str(ROOT / "tests" / "megatron_sft_oracle.py")],
+            [*without_plugin([flag for flag in flags(job) if flag != "--sft"]), *step.split()],
+            1,
+            {**cpu_environment(), "WORKER_OUT": str(out), **environment},
+            timeout=120,
+        )
+        assert done.returncode == 0, failure(done)
+        return read_ranks(out, 1)
+
+    return run
+
+
+def trained_documents(ranks: list[dict[str, Any]]) -> tuple[int, ...]:
     """Documents of the first iteration, each of which trains whole."""
     pieces = {
         piece
@@ -104,7 +114,7 @@ def trained_documents(ranks: list[dict[str, Any]]) -> list[int]:
     for epoch, document, start, end in sorted(pieces):
         assert epoch == 0 and covered.get(document, 0) == start
         covered[document] = end
-    return sorted(covered)
+    return tuple(sorted(covered))
 
 
 LAYOUTS = {
@@ -136,36 +146,34 @@ def compare(ranks: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_losses_and_gradients_are_those_of_each_conversation_alone(
-    layout: str, tokenizer: Path, conversations: Path, tmp_path: Path
+    layout: str, tokenizer: Path, conversations: Path, oracle: Any, tmp_path: Path
 ) -> None:
     processes, parallel, more = LAYOUTS[layout]
-    data = sft(tokenizer, conversations)
-    ranks = train([*flags(**parallel), *data, *RUN, *more.split()], processes, tmp_path / "ours")
+    job = sft(tokenizer, conversations)
+    ranks = train(flags(job, RUN, more, **parallel), processes, tmp_path)
     documents = trained_documents(ranks)
     assert len(documents) > 4
-    arguments = [*flags(), *data, *MODEL_FLAGS.get(layout, "").split()]
-    compare(ranks, oracle(arguments, conversations, documents, tmp_path / "oracle"))
+    compare(ranks, oracle(f"{job} {MODEL_FLAGS.get(layout, '')}", conversations, documents))
 
 
 @pytest.mark.parametrize("parallel", [{"pipeline": 2}, {"pipeline": 2, "context": 2}])
 def test_conversations_above_the_window_train_whole_in_chunks(
-    parallel: dict[str, int], tokenizer: Path, long_conversations: Path, tmp_path: Path
+    parallel: dict[str, int], tokenizer: Path, long_conversations: Path, oracle: Any, tmp_path: Path
 ) -> None:
     """By default. Some chunks hold no target; their backward runs."""
-    data = sft(tokenizer, long_conversations)
-    ranks = train([*flags(**parallel), *data, *RUN], 2 * len(parallel), tmp_path / "ours")
+    job = sft(tokenizer, long_conversations)
+    ranks = train(flags(job, RUN, **parallel), 2 * len(parallel), tmp_path)
     documents = trained_documents(ranks)
     assert {6, 7} & {*documents}
     assert any(count == 0 for rank in ranks for _, count in rank["losses"])
-    compare(ranks, oracle([*flags(), *data], long_conversations, documents, tmp_path / "oracle"))
+    compare(ranks, oracle(job, long_conversations, documents))
 
 
 def test_nodes_without_a_shared_folder_tokenize_each_and_one_with_other_tokens_is_named(
     tokenizer: Path, tmp_path: Path
 ) -> None:
     """Two ranks as two nodes, each with its own jsonl and --data-cache-path. Then a word differs: lengths do not."""
-    data = sft(tokenizer, Path("c.jsonl"))
-    arguments = [*flags(), *data, *RUN, "--data-cache-path", "cache"]
+    arguments = flags(sft(tokenizer, Path("c.jsonl")), RUN, "--data-cache-path cache")
     for node in "01":
         (tmp_path / node).mkdir()
         jsonl_of(TURNS, tmp_path / node / "c.jsonl")
@@ -190,18 +198,17 @@ def mask_of(data: Path, cache: Path) -> tuple[np.ndarray, list[int]]:
 
 
 def test_equal_weights_divide_by_the_targets_that_windows_have_in_the_mean(
-    tokenizer: Path, conversations: Path, tmp_path: Path
+    tokenizer: Path, conversations: Path, oracle: Any, tmp_path: Path
 ) -> None:
     """On two ranks, with documents that wait: the gradient is the sum over targets by that number."""
-    data = [*sft(tokenizer, conversations), "--data-cache-path", str(tmp_path)]
-    run = [*RUN[:-1], "equal", "--wlb-max-delay", "8"]
-    ranks = train([*flags(), *data, *run], 2, tmp_path / "ours")
+    job, cached = sft(tokenizer, conversations), f"--data-cache-path {tmp_path}"
+    ranks = train(
+        flags(job, cached, RUN, "--wlb-token-weights equal --wlb-max-delay 8"), 2, tmp_path / "ours"
+    )
     documents = trained_documents(ranks)
     mask, lengths = mask_of(conversations, tmp_path)
     window = 64 * 6 * mask.sum() / sum(lengths)
-    expected = oracle(
-        [*flags(), *sft(tokenizer, conversations)], conversations, documents, tmp_path / "oracle"
-    )
+    expected = oracle(job, conversations, documents)
     targets = sum(count for _, count in expected[0]["losses"])
     assert len(documents) < len(TURNS)  # some wait
     theirs, ours = whole_gradients(expected), whole_gradients(ranks)
@@ -220,65 +227,56 @@ def test_equal_weights_divide_by_the_targets_that_windows_have_in_the_mean(
     ids=str,
 )
 def test_multi_token_prediction_trains_the_targets_alone(
-    parallel: dict[str, int], prompt_format: str, tokenizer: Path, conversations: Path, tmp_path: Path
+    parallel: Any, prompt_format: str, tokenizer: Path, conversations: Path, oracle: Any, tmp_path: Path
 ) -> None:
     """Several conversations in a micro-batch. In `default` each depth has fewer targets than the one before."""
-    data, depths = sft(tokenizer, conversations, prompt_format), ["--mtp-num-layers", "2"]
-    ranks = train([*flags(**parallel), *data, *RUN, *depths], 2, tmp_path / "ours")
+    job = f"{sft(tokenizer, conversations, prompt_format)} --mtp-num-layers 2"
+    ranks = train(flags(job, RUN, **parallel), 2, tmp_path)
     documents = trained_documents(ranks)
     assert len(documents) > 4
-    compare(ranks, oracle([*flags(), *data, *depths], conversations, documents, tmp_path / "oracle"))
+    compare(ranks, oracle(job, conversations, documents))
 
 
-def test_further_predictions_count_on_a_rank_that_has_no_first_ones(tokenizer: Path, tmp_path: Path) -> None:
+def test_further_predictions_count_on_a_rank_that_has_no_first_ones(
+    tokenizer: Path, oracle: Any, tmp_path: Path
+) -> None:
     """CP2 of 64 tokens, of which 49 to 63 are targets: rank 1 holds 16 to 47. Token 47 predicts only 49 and 50."""
-    data = sft(tokenizer, jsonl_of([[(35, 12)]], tmp_path / "one.jsonl"))
-    more = [*RUN, "--global-batch-size", "1", "--wlb-sharding", "per-sequence", "--mtp-num-layers", "2"]
-    ranks = train([*flags(context=2), *data, *more], 2, tmp_path / "ours")
+    data = jsonl_of([[(35, 12)]], tmp_path / "one.jsonl")
+    job = f"{sft(tokenizer, data)} --mtp-num-layers 2"
+    ranks = train(
+        flags(job, RUN, "--global-batch-size 1 --wlb-sharding per-sequence", context=2), 2, tmp_path
+    )
     assert [rank["losses"][0][1] for rank in ranks] == [15, 0]
-    arguments = [*flags(), *data, "--mtp-num-layers", "2"]
-    compare(ranks, oracle(arguments, tmp_path / "one.jsonl", [0], tmp_path / "oracle"))
+    compare(ranks, oracle(job, data, (0,)))
 
 
-def test_evaluation_and_the_log_count_targets(tokenizer: Path, conversations: Path, tmp_path: Path) -> None:
+def test_evaluation_and_the_log_count_targets(
+    tokenizer: Path, conversations: Path, oracle: Any, tmp_path: Path
+) -> None:
     """Two ranks evaluate a file of its own: the loss is the oracle's mean over all its targets."""
     held_out = jsonl_of(TURNS[3:9], tmp_path / "held.jsonl")
-    log = tmp_path / "log.jsonl"
-    data = sft(tokenizer, conversations)
-    at = data.index("--data-path")
-    data[at] = "--train-data-path"
-    del data[data.index("--split") : data.index("--split") + 2]
-    data += [
-        "--valid-data-path",
-        str(held_out),
-        "--eval-iters",
-        "1",
-        "--full-validation",
-        "--lr",
-        "0",
-        "--min-lr",
-        "0",
-    ]
-    arguments = [*flags(), *data, *RUN, "--eval-interval", "1", "--wlb-log", str(log)]
-    out = tmp_path / "ours"
-    done = launch(arguments, 2, out=out)
-    assert done.returncode == 0, failure(done)
-    held = [float(text) for text in re.findall(r"lm loss value: ([0-9.E+-]+)", done.stdout)]
-    expected = oracle([*flags(), *sft(tokenizer, held_out)], held_out, list(range(6)), tmp_path / "oracle")
+    log, out = tmp_path / "log.jsonl", tmp_path / "ours"
+    job = (
+        sft(tokenizer, conversations).replace("--data-path", "--train-data-path").replace("--split 1,0,0", "")
+    )
+    evaluated = (
+        f"--valid-data-path {held_out} --eval-iters 1 --eval-interval 1 --full-validation --lr 0 --min-lr 0"
+    )
+    said = output_of(flags(job, evaluated, RUN, f"--wlb-log {log}"), 2, out=out)
+    held = [float(text) for text in re.findall(r"lm loss value: ([0-9.E+-]+)", said)]
+    expected = oracle(sft(tokenizer, held_out), held_out, tuple(range(6)))
     total, count = (sum(column) for column in zip(*expected[0]["losses"], strict=True))
     assert held and held[0] == pytest.approx(total / count, rel=1e-5)
     (row,) = map(json.loads, log.read_text().splitlines())
-    ranks = [torch.load(out / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
-    assert row["targets"] == sum(count for rank in ranks for _, count in rank["losses"]) < row["tokens"] / 1.3
-    assert f"tokens: {row['tokens']} ({row['targets']} targets)" in done.stdout
+    targets = sum(count for rank in read_ranks(out, 2) for _, count in rank["losses"])
+    assert row["targets"] == targets < row["tokens"] / 1.3
+    assert f"tokens: {row['tokens']} ({row['targets']} targets)" in said
 
 
 def test_targets_are_those_of_megatrons_dataset_with_one_conversation_a_line(
     tokenizer: Path, conversations: Path, tmp_path: Path
 ) -> None:
     """In the nemotron formats. Its lines are padded to the window; its label of token i is our token i + 1."""
-    from types import SimpleNamespace
-
     from megatron.training.datasets.sft_dataset import SFTDataset
 
     theirs = megatron_tokenizer(tokenizer, "nemotron-nano-v2")
@@ -294,11 +292,8 @@ def test_targets_are_those_of_megatrons_dataset_with_one_conversation_a_line(
     lines = conversations.read_text().splitlines()
     dataset.dataset, dataset.indices = [json.loads(line)["messages"] for line in lines], np.arange(len(TURNS))
     dataset.config, dataset.num_samples = config, len(TURNS)
-    train(
-        [*flags(), *sft(tokenizer, conversations), *RUN, "--data-cache-path", str(tmp_path)],
-        1,
-        tmp_path / "o",
-    )
+    job = sft(tokenizer, conversations)
+    train(flags(job, RUN, f"--data-cache-path {tmp_path}"), 1, tmp_path / "o")
     mask, lengths = mask_of(conversations, tmp_path)
     begin = 0
     for line, length in enumerate(lengths):
@@ -318,15 +313,8 @@ def test_a_conversation_does_not_feel_the_others(tokenizer: Path, tmp_path: Path
         generator = random.Random(seed)
         rows = [first, *(conversation(generator, turns) for turns in ([(5, 6)], [(3, 4)], [(2, 9)]))]
         data = write_jsonl(tmp_path / f"{seed}.jsonl", rows)
-        arguments = [
-            *flags(context=2),
-            *sft(tokenizer, data),
-            "--global-batch-size",
-            "1",
-            "--train-iters",
-            "1",
-        ]
-        arguments += ["--seq-length", "128", "--wlb-sharding", "per-document"]
+        run = "--global-batch-size 1 --train-iters 1 --seq-length 128 --wlb-sharding per-document"
+        arguments = flags(sft(tokenizer, data), run, context=2)
         ranks = train(arguments, 2, tmp_path / f"out{seed}", WORKER_LOGITS="1")
         (_, _, pieces, _) = ranks[0]["documents"][0]
         assert len(pieces) >= 3
@@ -347,16 +335,10 @@ def test_epochs_end_the_run_and_a_resumed_run_is_the_same_to_the_last_bit(
     tokenizer: Path, conversations: Path, tmp_path: Path
 ) -> None:
     """Two epochs, each conversation twice; stopped after two steps and started again."""
-    data = [*sft(tokenizer, conversations), "--data-cache-path", str(tmp_path)]
-    run = [*flags(), *data, "--global-batch-size", "4", "--wlb-train-epochs", "2", "--ckpt-format", "torch"]
-
-    def seen(name: str, *more: str) -> tuple[list[dict[str, Any]], str]:
-        done = launch([*run, *more], 2, out=tmp_path / name)
-        assert done.returncode == 0, failure(done)
-        ranks = [torch.load(tmp_path / name / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
-        return ranks, done.stdout
-
-    whole, said = seen("whole")
+    cached = f"--data-cache-path {tmp_path} --ckpt-format torch"
+    run = flags(sft(tokenizer, conversations), cached, "--global-batch-size 4 --wlb-train-epochs 2")
+    said = output_of(run, 2, out=tmp_path / "whole")
+    whole = read_ranks(tmp_path / "whole", 2)
     trained = sorted(
         piece for rank in whole for _, _, pieces, _ in rank["documents"] for piece in pieces if piece[1] >= 0
     )
@@ -365,13 +347,11 @@ def test_epochs_end_the_run_and_a_resumed_run_is_the_same_to_the_last_bit(
     ]
     steps = len(logged_losses(said))
     assert f"take {steps} steps" in said
-    save = ["--save", str(tmp_path / "saved"), "--save-interval", "2"]
-    seen("first", *save, "--exit-interval", "2")
-    resumed, _ = seen("resumed", *save, "--load", str(tmp_path / "saved"))
-    other = launch(
-        [*run, *save, "--load", str(tmp_path / "saved"), "--sft-tokenizer-prompt-format", "default"], 2
-    )
-    assert other.returncode != 0 and "digest of targets was" in other.stderr
+    run += f"--save {tmp_path}/saved --save-interval 2".split()
+    train([*run, "--exit-interval", "2"], 2, tmp_path / "first")
+    run += ["--load", str(tmp_path / "saved")]
+    resumed = train(run, 2, tmp_path / "resumed")
+    assert "digest of targets was" in refusal_of([*run, "--sft-tokenizer-prompt-format", "default"], 2)
     for rank, again in zip(whole, resumed, strict=True):
         count = len(again["losses"])
         assert 0 < count < len(rank["losses"]) and again["losses"] == rank["losses"][-count:]
@@ -381,23 +361,12 @@ def test_a_pretrained_checkpoint_and_a_users_own_mask_train(
     corpus: Path, tokenizer: Path, tmp_path: Path
 ) -> None:
     """--finetune from a run on documents; then .bin, .idx and a mask that trains every second token."""
-    saved = ["--save", str(tmp_path / "saved"), "--save-interval", "1", "--ckpt-format", "torch"]
-    small = ["--global-batch-size", "2", "--train-iters", "1", "--split", "1,0,0"]
-    done = launch([*flags(), *small, "--data-path", str(corpus), *saved], 1)
-    assert done.returncode == 0, failure(done)
+    saved = f"--save {tmp_path}/saved --save-interval 1"
+    small = f"--global-batch-size 2 --train-iters 1 --split 1,0,0 --data-path {corpus} --ckpt-format torch"
+    output_of(flags(small, saved), 1)
     tokens = corpus.with_suffix(".bin").stat().st_size // 4
     corpus.with_suffix(".mask").write_bytes(bytes(at % 2 for at in range(tokens)))
-    load = [
-        "--finetune",
-        "--load",
-        str(tmp_path / "saved"),
-        "--no-load-optim",
-        "--no-load-rng",
-        "--ckpt-format",
-        "torch",
-    ]
-    tuned = ["--sft", "--wlb-sft-mask-data", "--data-path", str(corpus), "--wlb-log", str(tmp_path / "log")]
-    done = launch([*flags(), *small, *load, *tuned], 1)
-    assert done.returncode == 0, failure(done)
+    load = f"--finetune --load {tmp_path}/saved --no-load-optim --no-load-rng"
+    output_of(flags(small, load, f"--sft --wlb-sft-mask-data --wlb-log {tmp_path}/log"), 1)
     (row,) = map(json.loads, (tmp_path / "log").read_text().splitlines())
     assert 0.3 * row["tokens"] < row["targets"] < 0.6 * row["tokens"]
