@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
+from scripts import main_job
+from scripts.environment import cpu_environment
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@pytest.fixture
-def main_job(monkeypatch: pytest.MonkeyPatch) -> Any:
-    from scripts import main_job
-
-    return main_job
-
-
-def test_the_end_says_what_balanced_the_step_what_gpus_take_and_where_the_picture_lies(main_job: Any) -> None:
+def test_the_end_says_what_balanced_the_step_what_gpus_take_and_where_the_picture_lies() -> None:
     summary = {
         "plain": {"micro_batches": 8.0, "gpu_tokens_per_second": 100.0},
         "wlb": {"micro_batches": 12.4, "gpu_tokens_per_second": 150.0},
@@ -37,7 +34,7 @@ def test_the_end_says_what_balanced_the_step_what_gpus_take_and_where_the_pictur
 
 
 def test_the_steps_on_gpus_are_simulated_from_the_same_documents(
-    main_job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from wlb_megatron.documents import lengths
 
@@ -52,27 +49,9 @@ def test_the_steps_on_gpus_are_simulated_from_the_same_documents(
 @pytest.mark.megatron
 def test_the_small_fine_tuning_job_trains_answers_alone(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    import subprocess
-    import sys
-
-    from scripts.environment import cpu_environment
-
-    command = [
-        sys.executable,
-        str(ROOT / "scripts" / "sft_job.py"),
-        "--out",
-        str(tmp_path),
-        "--iterations",
-        "3",
-    ]
-    done = subprocess.run(
-        [*command, "--conversations", "300"],
-        env=cpu_environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    script, flags = ROOT / "scripts" / "sft_job.py", f"--out {tmp_path} --iterations 3 --conversations 300"
+    command = [sys.executable, str(script), *flags.split()]
+    done = subprocess.run(command, env=cpu_environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert (
-        "train.jsonl: 270 conversations" in done.stdout and "of them trained: those of answers" in done.stdout
-    )
+    for words in ("train.jsonl: 270 conversations", "of them trained: those of answers"):
+        assert words in done.stdout

@@ -14,14 +14,27 @@ from typing import Any
 import forked_ranks
 import numpy as np
 import pytest
-from megatron_runs import LENGTHS, cpu_environment, flags, launch, logged_losses, rewrite_corpus
+from megatron_runs import (
+    LENGTHS,
+    cpu_environment,
+    flags,
+    launch,
+    logged_losses,
+    output_of,
+    rewrite_corpus,
+    run_script,
+)
 
 from wlb_megatron.arguments import add_arguments, config_from_args
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.plugin.take_over import wrap_parse_args
 from wlb_megatron.refusals import REFUSALS, Refused, refuse_unsupported
 
-RUN = ["--global-batch-size", "2", "--train-iters", "2"]
+FLAGS = """balance-batches batch-spread chunks cp-mode document-cost dry-run fresh-order gpu-memory kernels log
+log-plans max-delay max-documents max-tokens memory-margin micro-batch-cost micro-batches-per-window off overlong
+packing plan-process profile quadratic-at recompute regather-keys rehearsal release replace-script-functions
+sft-assistant-only sft-drop-tools sft-mask-data sft-skip-bad-lines sharding solver-seconds thresholds token-weights
+trace trace-iteration train-epochs world-size"""
 
 
 def test_the_list_of_flags_is_frozen() -> None:
@@ -32,48 +45,7 @@ def test_the_list_of_flags_is_frozen() -> None:
         for flag in action.option_strings
         if "wlb" in flag and action.help != argparse.SUPPRESS
     )
-    assert option_strings == [
-        "--wlb-balance-batches",
-        "--wlb-batch-spread",
-        "--wlb-chunks",
-        "--wlb-cp-mode",
-        "--wlb-document-cost",
-        "--wlb-dry-run",
-        "--wlb-fresh-order",
-        "--wlb-gpu-memory",
-        "--wlb-kernels",
-        "--wlb-log",
-        "--wlb-log-plans",
-        "--wlb-max-delay",
-        "--wlb-max-documents",
-        "--wlb-max-tokens",
-        "--wlb-memory-margin",
-        "--wlb-micro-batch-cost",
-        "--wlb-micro-batches-per-window",
-        "--wlb-off",
-        "--wlb-overlong",
-        "--wlb-packing",
-        "--wlb-plan-process",
-        "--wlb-profile",
-        "--wlb-quadratic-at",
-        "--wlb-recompute",
-        "--wlb-regather-keys",
-        "--wlb-rehearsal",
-        "--wlb-release",
-        "--wlb-replace-script-functions",
-        "--wlb-sft-assistant-only",
-        "--wlb-sft-drop-tools",
-        "--wlb-sft-mask-data",
-        "--wlb-sft-skip-bad-lines",
-        "--wlb-sharding",
-        "--wlb-solver-seconds",
-        "--wlb-thresholds",
-        "--wlb-token-weights",
-        "--wlb-trace",
-        "--wlb-trace-iteration",
-        "--wlb-train-epochs",
-        "--wlb-world-size",
-    ]
+    assert option_strings == [f"--wlb-{name}" for name in FLAGS.split()]
 
 
 def test_no_flags_give_the_defaults_of_the_dataclass() -> None:
@@ -109,60 +81,25 @@ class Megatron(argparse.Namespace):
 
     def __init__(self, **changed: object) -> None:
         accepted = {
-            "micro_batch_size": 1,
-            "eval_iters": 0,
-            "position_embedding_type": "rope",
-            "attention_dropout": 0.0,
-            "apply_rope_fusion": True,
+            **{"micro_batch_size": 1, "eval_iters": 0, "seq_length": 64, "max_position_embeddings": 128},
+            **{"position_embedding_type": "rope", "attention_dropout": 0.0, "apply_rope_fusion": True},
             "distributed_backend": "nccl",
-            "seq_length": 64,
-            "max_position_embeddings": 128,
         }
         super().__init__(**{**accepted, **changed})
 
 
-REFUSED = {
-    "multi_latent_attention": True,
-    "cuda_graph_impl": "local",
-    "hybrid_layer_pattern": "M*",
-    "fp8_dot_product_attention": True,
-    "fp4": "e2m1",
-    "overlap_moe_expert_parallel_comm": True,
-    "hybrid_context_parallel": True,
-    "sequence_packing_scheduler": "dp_balanced",
-    "dataloader_inter_document_masking": True,
-    "reset_position_ids": True,
-    "eod_mask_loss": True,
-    "ddp_average_in_collective": True,
-    "sft": True,
-    "fim_data": True,
-    "mock_data": True,
-    "dataloader_type": "cyclic",
-    "dataloader_save": "state",
-    "attention_dropout": 0.1,
-    "attention_backend": types.SimpleNamespace(name="flash"),
-    "transformer_impl": "local",
-    "qk_clip": True,
-    "position_embedding_type": "learned_absolute",
-    "fused_single_qkv_rope": True,
-    "experimental_attention_variant": "dsa",
-    "cpu_offloading_retain_pinned_cpu_buffers": True,
-    "tp_comm_overlap": True,
-    "defer_embedding_wgrad_compute": True,
-    "gtp_weight_remat_size": 2,
-    "use_legacy_models": True,
-    "rotary_base_per_layer": [1e4, 1e6],
-    "fallback_to_eager_attn": True,
-    "mtp_hsm": True,
-    "use_kitchen_attention": True,
-    "flash_attention_version": 3,
-    "batch_invariant_mode": True,
-    "logits_save_dir": "logits",
-    "inprocess_restart": True,
-    "rerun_mode": "report_stats",
-    "perform_rl_step": True,
-    "phase_transition_iterations": [5],
-    "multiple_validation_sets": True,
+SWITCHES = """multi_latent_attention fp8_dot_product_attention overlap_moe_expert_parallel_comm hybrid_context_parallel
+dataloader_inter_document_masking reset_position_ids eod_mask_loss ddp_average_in_collective sft fim_data mock_data
+qk_clip fused_single_qkv_rope cpu_offloading_retain_pinned_cpu_buffers tp_comm_overlap defer_embedding_wgrad_compute
+use_legacy_models fallback_to_eager_attn mtp_hsm use_kitchen_attention batch_invariant_mode inprocess_restart
+perform_rl_step multiple_validation_sets"""
+REFUSED = dict.fromkeys(SWITCHES.split(), True) | {
+    **{"cuda_graph_impl": "local", "hybrid_layer_pattern": "M*", "fp4": "e2m1", "attention_dropout": 0.1},
+    **{"sequence_packing_scheduler": "dp_balanced", "dataloader_type": "cyclic", "dataloader_save": "state"},
+    **{"attention_backend": types.SimpleNamespace(name="flash"), "transformer_impl": "local"},
+    **{"position_embedding_type": "learned_absolute", "experimental_attention_variant": "dsa"},
+    **{"gtp_weight_remat_size": 2, "rotary_base_per_layer": [1e4, 1e6], "flash_attention_version": 3},
+    **{"logits_save_dir": "logits", "rerun_mode": "report_stats", "phase_transition_iterations": [5]},
 }
 """One argument a row of the table."""
 
@@ -213,6 +150,10 @@ def test_arguments_that_are_refused_together_get_one_line_with_a_cure(arguments:
     assert line.startswith("wlb_megatron: error: --") and ": " in line
 
 
+HYBRIDEP = {**FLEX, **EP2, "moe_flex_dispatcher_backend": "hybridep"}
+TP2 = {"tensor_model_parallel_size": 2}
+
+
 @pytest.mark.parametrize(
     ("arguments", "cp_mode", "refused"),
     [
@@ -220,28 +161,11 @@ def test_arguments_that_are_refused_together_get_one_line_with_a_cure(arguments:
         ({**ALLGATHER, **EP2, "context_parallel_size": 2}, "fixed", False),
         ({**ALLGATHER, **EP2, "context_parallel_size": 2}, "dynamic", True),
         ({**ALLGATHER, **EP2, "context_parallel_size": 3}, "fixed", True),
-        (
-            {**ALLGATHER, **EP2, "tensor_model_parallel_size": 2},
-            "fixed",
-            True,
-        ),  # experts' tensor parallel, too
-        (
-            {**ALLGATHER, **EP2, "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
-            "fixed",
-            False,
-        ),
+        ({**ALLGATHER, **EP2, **TP2}, "fixed", True),  # experts' tensor parallel, too
+        ({**ALLGATHER, **EP2, **TP2, "expert_tensor_parallel_size": 1}, "fixed", False),
         ({**FLEX, **EP2}, "fixed", False),
         ({**FLEX, **EP2, "moe_flex_dispatcher_backend": "deepep"}, "dynamic", False),
-        (
-            {
-                **FLEX,
-                **EP2,
-                "moe_flex_dispatcher_backend": "hybridep",
-                "moe_hybridep_pad_uneven_dispatch_inputs": True,
-            },
-            "fixed",
-            False,
-        ),
+        ({**HYBRIDEP, "moe_hybridep_pad_uneven_dispatch_inputs": True}, "fixed", False),
         ({**FLEX, "moe_paged_stash": True}, "fixed", True),
     ],
 )
@@ -267,19 +191,13 @@ def test_batches_that_grow_are_refused_where_the_learning_rate_counts_iterations
     assert "--train-iters: " in line and "give --train-samples" in line
 
 
+BALANCED = {"moe_router_load_balancing_type": ["aux_loss", "none"], "moe_aux_loss_coeff": [0.01, 0.0]}
 SETTINGS_REFUSED = [
     ({}, {"trace": "trace.json", "trace_iteration": 1}),
     ({}, {"log_plans": True}),
     ({}, {"plan_process": "always", "cp_mode": "dynamic"}),
     ({"transformer_impl": "local"}, {"kernels": "fa4"}),
-    (
-        {
-            **ALLTOALL,
-            "moe_router_load_balancing_type": ["aux_loss", "none"],
-            "moe_aux_loss_coeff": [0.01, 0.0],
-        },
-        {"cp_mode": "dynamic"},
-    ),
+    ({**ALLTOALL, **BALANCED}, {"cp_mode": "dynamic"}),
     ({}, {"cp_mode": "dynamic", "micro_batches_per_window": "2"}),
     ({"hybrid_layer_pattern": "G*", **SERVED}, {"cp_mode": "dynamic"}),
     ({"hybrid_layer_pattern": "G*", **SERVED}, {"profile": "p.json"}),
@@ -347,59 +265,33 @@ def test_apex_from_pypi_is_refused_before_megatron_is_imported(tmp_path: Path) -
     assert "Traceback" not in done.stderr
 
 
-def refused_line(arguments: list[str], written: Path) -> str:
-    """The line on stderr of a run that must be refused; checks that it left nothing behind."""
-    out = [
-        "--save",
-        str(written / "checkpoints"),
-        "--save-interval",
-        "1",
-        "--tensorboard-dir",
-        str(written / "board"),
-    ]
-    done = launch([*arguments, *out], 1)
-    assert done.returncode > 0
-    lines = [
-        line for line in done.stderr.splitlines() if "wlb_megatron" in line or "Megatron refuses" in line
-    ]
-    assert "Traceback" not in done.stderr, done.stderr
-    assert len(lines) == 1, done.stderr
-    assert list(written.iterdir()) == []
-    return lines[0]
+def _missing(corpus: Path, folder: Path) -> str:
+    return f"--data-path {folder}/nothing"
 
 
-def _missing(corpus: Path, folder: Path) -> list[str]:
-    return ["--data-path", str(folder / "nothing")]
-
-
-def _truncated(corpus: Path, folder: Path) -> list[str]:
+def _truncated(corpus: Path, folder: Path) -> str:
     (folder / "cut.idx").write_bytes(corpus.with_suffix(".idx").read_bytes())
     (folder / "cut.bin").write_bytes(corpus.with_suffix(".bin").read_bytes()[:-10])
-    return ["--data-path", str(folder / "cut")]
+    return f"--data-path {folder}/cut"
 
 
-def _empty(corpus: Path, folder: Path) -> list[str]:
+def _empty(corpus: Path, folder: Path) -> str:
     rewrite_corpus(folder / "empty", [np.empty(0, dtype=np.int32)] * 3)
-    return ["--data-path", str(folder / "empty")]
+    return f"--data-path {folder}/empty"
+
+
+def _given(flags: str) -> Callable[[Path, Path], str]:
+    return lambda corpus, folder: f"--data-path {corpus} {flags}"
 
 
 BAD_INPUT = {
     "missing index": (_missing, "cannot read index"),
     "truncated tokens": (_truncated, "is truncated"),
     "no tokens": (_empty, "no token"),
-    "Lmax below 1.25 windows": (
-        lambda c, f: ["--data-path", str(c), "--wlb-max-tokens", "70", "--wlb-chunks", "off"],
-        "1.25",
-    ),
-    "context parallel size that does not divide": (
-        lambda c, f: ["--data-path", str(c), "--context-parallel-size", "3"],
-        "divisible",
-    ),
-    "no Transformer Engine": (
-        lambda c, f: ["--data-path", str(c), "--transformer-impl", "transformer_engine"],
-        "pip install",
-    ),
-    "no corpus": (lambda c, f: [], "corpus"),
+    "Lmax below 1.25 windows": (_given("--wlb-max-tokens 70 --wlb-chunks off"), "1.25"),
+    "context parallel size that does not divide": (_given("--context-parallel-size 3"), "divisible"),
+    "no Transformer Engine": (_given("--transformer-impl transformer_engine"), "pip install"),
+    "no corpus": (lambda corpus, folder: "", "corpus"),
 }
 
 
@@ -410,7 +302,14 @@ def test_bad_input_gets_one_line_and_leaves_nothing(case: str, corpus: Path, tmp
     made, written = tmp_path / "made", tmp_path / "written"
     made.mkdir()
     written.mkdir()
-    assert words in refused_line([*flags(), *RUN, *make(corpus, made)], written)
+    out = f"--save {written}/checkpoints --save-interval 1 --tensorboard-dir {written}/board"
+    done = launch(flags("--global-batch-size 2 --train-iters 2", make(corpus, made), out), 1)
+    assert done.returncode > 0 and "Traceback" not in done.stderr, done.stderr
+    lines = [
+        line for line in done.stderr.splitlines() if "wlb_megatron" in line or "Megatron refuses" in line
+    ]
+    assert len(lines) == 1 and words in lines[0], done.stderr
+    assert list(written.iterdir()) == []
 
 
 @pytest.mark.megatron
@@ -418,26 +317,20 @@ def test_from_bin_and_idx_to_optimizer_steps_through_the_command_a_user_types(co
     """E12: nothing built by hand. Two processes, CP=2; the loss falls on a corpus of one repeated token."""
     prefix = corpus.with_name("repeated")
     rewrite_corpus(prefix, [np.full(length, 7, dtype=np.int32) for length in LENGTHS])
-    arguments = [*flags(context=2), "--global-batch-size", "2", "--train-iters", "8", "--lr", "1e-2"]
-    done = launch([*arguments, "--data-path", str(prefix)], 2, fresh=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    losses = logged_losses(done.stdout)
+    run = f"--data-path {prefix} --global-batch-size 2 --train-iters 8 --lr 1e-2"
+    said = output_of(flags(run, context=2), 2, fresh=True)
+    losses = logged_losses(said)
     assert len(losses) == 8
     assert losses[0] > 4 and losses[-1] < 0.5 * losses[0]
-    assert "[wlb] iteration 8" in done.stdout
+    assert "[wlb] iteration 8" in said
 
 
 @pytest.mark.megatron
 def test_the_launcher_describes_every_replaced_symbol() -> None:
     done = forked_ranks.run(["-m", "wlb_megatron.launch"], ["--describe"], 1, cpu_environment(), timeout=60)
     assert done.returncode == 0, done.stderr
-    for symbol in (
-        "parse_args",
-        "validate_args",
-        "pretrain",
-        "get_forward_backward_func",
-        "_communicate_shapes",
-    ):
+    symbols = "parse_args validate_args pretrain get_forward_backward_func _communicate_shapes"
+    for symbol in symbols.split():
         assert symbol in done.stdout
 
 
@@ -459,6 +352,5 @@ except ImportError as error:
 else:
     raise SystemExit("not refused")
 """
-    (tmp_path / "script.py").write_text(script)
-    done = forked_ranks.run([str(tmp_path / "script.py")], [], 1, cpu_environment(), timeout=60)
+    done = run_script(script, [], tmp_path)
     assert done.returncode == 0, done.stderr

@@ -6,10 +6,9 @@ import argparse
 import re
 from pathlib import Path
 
-import forked_ranks
 import pytest
 import torch
-from megatron_runs import cpu_environment, failure, flags
+from megatron_runs import failure, flags, run_script
 
 from wlb_megatron.plugin.job_state import part
 
@@ -32,23 +31,14 @@ def bounds(*lengths: int) -> torch.Tensor:
     return torch.tensor([0, *lengths]).cumsum(0)
 
 
-def test_documents_count_by_their_own_squares(counted) -> None:  # type: ignore[no-untyped-def]
-    """F13: eight documents of 8 tokens are an eighth of the attention of one of 64, and all of the rest."""
-    flops, count = counted
-    args = argparse.Namespace(seq_length=WINDOW)
-    flops.count_segments([bounds(*[8] * 8)])
-    short = count(args, 1)
-    flops.count_segments([bounds(64)])
-    long = count(args, 1)
-    assert short == pytest.approx(1000 * 64 + 3 * 8 * 64, rel=1e-12)
-    assert long == pytest.approx(1000 * 64 + 3 * 64 * 64, rel=1e-12)
-
-
-def test_the_log_finds_the_step_that_the_loop_counted_and_steps_do_not_add_up(counted) -> None:  # type: ignore[no-untyped-def]
+def test_documents_count_by_their_own_squares_and_the_log_finds_the_step_that_the_loop_counted(
+    counted,
+) -> None:
+    """F13: eight documents of 8 tokens are an eighth of the attention of one of 64. Steps do not add up."""
     flops, count = counted
     args = argparse.Namespace(seq_length=WINDOW)
     assert count(args, 2) == 2 * (1000 * 64 + 3 * 64**2)  # nothing trained yet: Megatron's own
-    for lengths in ((5, 7), (40,)):
+    for lengths in ((5, 7), (40,), (8,) * 8, (64,)):
         flops.count_segments([bounds(*lengths), bounds(3)])
         tokens, squares = sum(lengths) + 3, sum(n * n for n in lengths) + 9
         assert count(args, 2) == count(args, 2) == pytest.approx(1000 * tokens + 3 * squares, rel=1e-12)
@@ -131,10 +121,8 @@ pretrain_gpt.main()
 
 @pytest.mark.megatron
 def test_a_run_logs_the_flops_of_the_mean_iteration(corpus: Path, tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT)
-    arguments = [*flags(), "--data-path", str(corpus), "--split", "1,0,0", "--global-batch-size", "2"]
-    arguments += ["--train-iters", "6", "--log-interval", "3"]
-    done = forked_ranks.run([str(tmp_path / "script.py")], arguments, 1, cpu_environment(), timeout=200)
+    run = f"--data-path {corpus} --split 1,0,0 --global-batch-size 2 --train-iters 6 --log-interval 3"
+    done = run_script(SCRIPT, flags(run), tmp_path)
     assert done.returncode == 0, failure(done)
     values = [float(value) for value in re.findall(r"FLOPS (\S+)\n(?!LOGGED)", done.stdout)]
     # The loop counts each iteration; the log counts after iterations 1, 3 and 6.

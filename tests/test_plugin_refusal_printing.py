@@ -8,9 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import forked_ranks
 import pytest
-from megatron_runs import cpu_environment, flags, free_port
+from megatron_runs import cpu_environment, flags, free_port, run_script
 
 from wlb_megatron.errors import PREFIX, WlbError
 from wlb_megatron.plugin.flags import refusal_printing
@@ -92,8 +91,7 @@ SLOW_FIRST_RANK = "[ $RANK = 0 ] && sleep 8; exec $PYTHON -m wlb_megatron.pretra
 @pytest.mark.megatron
 def test_ranks_that_are_ready_first_do_not_end_the_one_that_says_why(corpus: Path) -> None:
     """The other ranks' end makes torchrun kill rank 0 before it has spoken."""
-    arguments = [*flags(), "--global-batch-size", "2", "--train-iters", "2", "--data-path", str(corpus)]
-    arguments += ["--attention-dropout", "0.1"]
+    arguments = flags(f"--global-batch-size 2 --train-iters 2 --data-path {corpus} --attention-dropout 0.1")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"]
     done = subprocess.run(
         [*command, "--master-port", str(free_port()), "bash", "-c", SLOW_FIRST_RANK],
@@ -118,10 +116,8 @@ runpy.run_module("wlb_megatron.pretrain_gpt", run_name="__main__", alter_sys=Tru
 
 @pytest.mark.megatron
 def test_a_rank_that_alone_does_not_find_the_corpus_says_so(corpus: Path, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(ONE_RANK_SEES_NO_FILES)
-    arguments = [*flags(), "--global-batch-size", "2", "--train-iters", "2", "--data-path", str(corpus)]
-    done = forked_ranks.run([str(script)], arguments, 2, cpu_environment(), timeout=120)
+    arguments = flags(f"--global-batch-size 2 --train-iters 2 --data-path {corpus}")
+    done = run_script(ONE_RANK_SEES_NO_FILES, arguments, tmp_path, 2)
     assert done.returncode == 1
     lines = [line for line in done.stderr.splitlines() if PREFIX in line]
     assert len(lines) == 1 and lines[0].startswith(

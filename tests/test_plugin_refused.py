@@ -174,7 +174,7 @@ def lines(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, s
     rewrite_corpus(folder / "empty", [np.empty(0, dtype=np.int32)] * 3)
     rewrite_corpus(folder / "single", [np.ones(1, dtype=np.int32)] * 9)
     rewrite_corpus(folder / "ending", [np.ones(1 + at // 2, dtype=np.int32) for at in (9, 9, 0, 0)])
-    good = [*flags(), "--global-batch-size", "4", "--train-iters", "2", "--split", "90,10,0"]
+    good = flags("--global-batch-size 4 --train-iters 2 --split 90,10,0")
     cases = [{"flags": [*good, "--data-path", str(corpus)], "world": 1}]
     for wrong in WRONG:
         words = wrong.replace("CORPUS", str(corpus)).replace("FOLDER", str(folder)).split()

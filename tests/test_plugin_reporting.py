@@ -12,11 +12,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import forked_ranks
 import pytest
 import torch.distributed as dist
 from conftest import without
-from megatron_runs import cpu_environment, failure, flags, launch, small_disk
+from megatron_runs import failure, flags, launch, output_of, run_script, small_disk
 
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.plugin.hand_over import name_full_disk
@@ -79,18 +78,8 @@ def test_a_full_disk_at_a_save_is_named_with_the_room_it_has(corpus: Path, tmp_p
     with small_disk(small, kilobytes=400) as mounted:
         if not mounted:
             without("mount", "a small file system cannot be mounted here")
-        arguments = [*flags(), "--data-path", str(corpus), "--split", "1,0,0", "--global-batch-size", "2"]
-        arguments += [
-            "--train-iters",
-            "9",
-            "--save",
-            str(small),
-            "--save-interval",
-            "1",
-            "--ckpt-format",
-            "torch_dist",
-        ]
-        done = launch(arguments, 1)
+        run = f"--data-path {corpus} --split 1,0,0 --global-batch-size 2 --train-iters 9"
+        done = launch(flags(run, f"--save {small} --save-interval 1 --ckpt-format torch_dist"), 1)
     assert done.returncode == 1, failure(done)
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith(
@@ -143,20 +132,14 @@ def test_each_report_of_an_iteration_is_made_whatever_becomes_of_the_others(
     monkeypatch.setattr(training, "get_args", lambda: args)
     monkeypatch.setattr(training, "get_tensorboard_writer", Broken)
     monkeypatch.setattr(training, "get_wandb_writer", Broken)
-    figures = {
-        "iteration": 1,
-        "predicted_ms": None,
-        "shardings": {"hybrid": 1},
-    }  # of which no log line can be made
+    # Of which no log line can be made.
+    figures = {"iteration": 1, "predicted_ms": None, "shardings": {"hybrid": 1}}
     metrics._report(figures)
     assert json.loads(log.read_text()) == figures
     printed = capsys.readouterr().out
     assert printed.count("WARNING") == 3
-    assert (
-        "the log line is not printed: KeyError" in printed
-        and "TensorBoard" in printed
-        and "Weights" in printed
-    )
+    for words in ("the log line is not printed: KeyError", "TensorBoard", "Weights"):
+        assert words in printed
     args.wlb_log = str(tmp_path / "none" / "log.jsonl")
     metrics._report(figures)
     assert "none/log.jsonl cannot be written" in capsys.readouterr().out
@@ -186,7 +169,8 @@ def test_a_rank_whose_times_cannot_be_had_holds_up_no_other(
     assert "rank 0 has not sent its times within 0.2 s" in capsys.readouterr().out
 
 
-VIRTUAL = ["--num-layers", "8", "--num-layers-per-virtual-pipeline-stage", "2"]
+VIRTUAL = """--num-layers 8 --num-layers-per-virtual-pipeline-stage 2
+--microbatch-group-size-per-virtual-pipeline-stage 4"""
 
 
 @pytest.mark.megatron
@@ -194,17 +178,9 @@ def test_a_trace_of_interleaved_stages_knows_any_group_size_and_leaves_out_evalu
     corpus: Path, tmp_path: Path
 ) -> None:
     traced = tmp_path / "trace.json"
-    arguments = [
-        *flags(pipeline=2),
-        *VIRTUAL,
-        *("--microbatch-group-size-per-virtual-pipeline-stage", "4", "--global-batch-size", "4"),
-        *("--data-path", str(corpus), "--split", "80,20,0", "--train-iters", "4"),
-        *("--eval-iters", "1", "--eval-interval", "2"),
-        *("--wlb-trace", str(traced), "--wlb-trace-iteration", "3"),
-    ]
-    done = launch(arguments, 2)
-    assert done.returncode == 0, failure(done)
-    assert "WARNING: wlb_megatron" not in done.stdout
+    run = f"--data-path {corpus} --split 80,20,0 --train-iters 4 --global-batch-size 4 --eval-iters 1"
+    reports = f"--eval-interval 2 --wlb-trace {traced} --wlb-trace-iteration 3"
+    assert "WARNING: wlb_megatron" not in output_of(flags(run, VIRTUAL, reports, pipeline=2), 2)
     events = [event for event in json.loads(traced.read_text())["traceEvents"] if event["ph"] == "X"]
     at = {(e["tid"], e["name"]): (e["ts"], e["ts"] + e["dur"]) for e in events}
     names = {f"{way}{m}{chunk}" for way in "FB" for m in range(4) for chunk in ("", ".1")}
@@ -232,16 +208,11 @@ runpy.run_module("wlb_megatron.pretrain_gpt", run_name="__main__", alter_sys=Tru
 
 @pytest.mark.megatron
 def test_training_goes_on_where_log_and_trace_can_no_longer_be_written(corpus: Path, tmp_path: Path) -> None:
-    script, gone = tmp_path / "script.py", tmp_path / "gone"
-    script.write_text(FOLDER_GOES)
+    gone = tmp_path / "gone"
     gone.mkdir()
-    arguments = [
-        *flags(),
-        *("--data-path", str(corpus), "--global-batch-size", "2", "--train-iters", "4", "--split", "1,0,0"),
-        *("--wlb-trace", str(gone / "trace.json"), "--wlb-trace-iteration", "2"),
-        *("--wlb-log", str(gone / "log.jsonl")),
-    ]
-    done = forked_ranks.run([str(script)], arguments, 1, cpu_environment(), timeout=120)
+    run = f"--data-path {corpus} --global-batch-size 2 --train-iters 4 --split 1,0,0"
+    reports = f"--wlb-trace {gone}/trace.json --wlb-trace-iteration 2 --wlb-log {gone}/log.jsonl"
+    done = run_script(FOLDER_GOES, flags(run, reports), tmp_path)
     assert done.returncode == 0, failure(done)
     assert "[wlb] iteration 4" in done.stdout
     assert done.stdout.count("--wlb-trace writes nothing") == 1

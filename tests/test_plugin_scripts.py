@@ -9,7 +9,7 @@ from pathlib import Path
 
 import forked_ranks
 import pytest
-from megatron_runs import ROOT, cpu_environment, flags, free_port, logged_losses
+from megatron_runs import ROOT, cpu_environment, flags, free_port, logged_losses, run_script
 
 from wlb_megatron.patching import hunks
 from wlb_megatron.plugin import hand_over, take_over
@@ -76,19 +76,10 @@ def test_a_wrapped_script_of_ones_own_trains_with_its_flags(start: str, corpus: 
     for name, text in (("users_script", USERS_SCRIPT), ("wrapper", WRAPPER), ("patched", patched)):
         (tmp_path / f"{name}.py").write_text(text)
     *entry_words, script = start.split()
-    done = run(
-        [
-            *(
-                *entry_words,
-                str(tmp_path / script),
-                *flags(),
-                "--team",
-                "us",
-                "--wlb-replace-script-functions",
-            ),
-            *("--global-batch-size", "2", "--train-iters", "2", "--data-path", str(corpus)),
-        ]
+    job = (
+        f"--team us --wlb-replace-script-functions --data-path {corpus} --global-batch-size 2 --train-iters 2"
     )
+    done = run([*entry_words, str(tmp_path / script), *flags(job)])
     assert done.returncode == 0, done.stderr[-3000:]
     assert "trained by us" in done.stdout
     assert "[wlb] iteration 2" in done.stdout
@@ -104,24 +95,6 @@ import helper
 from wlb_megatron import enable
 enable()
 """
-
-
-@pytest.mark.megatron
-def test_a_script_trains_though_a_helper_took_pretrain_by_name_before(corpus: Path, tmp_path: Path) -> None:
-    """Megatron trained without the plugin, and the run succeeded."""
-    done = run_late("helper.run_pretrain", corpus, tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "[wlb] iteration 2" in done.stdout
-
-
-@pytest.mark.megatron
-def test_a_pretrain_that_was_held_out_of_sight_ends_with_a_line_at_its_first_step(
-    corpus: Path, tmp_path: Path
-) -> None:
-    done = run_late("helper.held[0]", corpus, tmp_path)
-    assert done.returncode == 1
-    assert "the data of this training step are not the plugin's" in done.stderr.strip().splitlines()[-1]
-    assert "Traceback" not in done.stderr
 
 
 STEP_OF_ITS_OWN = """
@@ -147,19 +120,42 @@ def run_late(pretrain: str, corpus: Path, folder: Path) -> subprocess.CompletedP
     body = USERS_SCRIPT.replace("pretrain(settings, never, ModelType.encoder_or_decoder, never)", "PRETRAIN")
     call = f"{pretrain}(settings, provider, ModelType.encoder_or_decoder, step)"
     (folder / "helper.py").write_text(HELPER)
-    (folder / "script.py").write_text(ENABLED_LATE + STEP_OF_ITS_OWN + body.replace("PRETRAIN", call))
-    arguments = [*flags(), "--global-batch-size", "2", "--train-iters", "2", "--data-path", str(corpus)]
-    arguments += ["--wlb-replace-script-functions"]
-    return forked_ranks.run([str(folder / "script.py")], arguments, 1, cpu_environment(), timeout=60)
+    job = f"--global-batch-size 2 --train-iters 2 --data-path {corpus} --wlb-replace-script-functions"
+    script = ENABLED_LATE + STEP_OF_ITS_OWN + body.replace("PRETRAIN", call)
+    return run_script(script, flags(job), folder)
+
+
+@pytest.mark.megatron
+def test_a_script_trains_though_a_helper_took_pretrain_by_name_before(corpus: Path, tmp_path: Path) -> None:
+    """Megatron trained without the plugin, and the run succeeded."""
+    done = run_late("helper.run_pretrain", corpus, tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "[wlb] iteration 2" in done.stdout
+
+
+@pytest.mark.megatron
+def test_a_pretrain_that_was_held_out_of_sight_ends_with_a_line_at_its_first_step(
+    corpus: Path, tmp_path: Path
+) -> None:
+    done = run_late("helper.held[0]", corpus, tmp_path)
+    assert done.returncode == 1
+    assert "the data of this training step are not the plugin's" in done.stderr.strip().splitlines()[-1]
+    assert "Traceback" not in done.stderr
+
+
+def launched(corpus: Path, folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    """The user's script by the launcher, with functions of its own."""
+    (folder / "users_script.py").write_text(USERS_SCRIPT)
+    job = flags(f"--global-batch-size 2 --train-iters 2 --data-path {corpus}", *more)
+    assert "--eval-iters" in job and "--eval-interval" not in job
+    arguments = [str(folder / "users_script.py"), *job]
+    return forked_ranks.run(["-m", "wlb_megatron.launch"], arguments, 1, cpu_environment(), timeout=60)
 
 
 @pytest.mark.megatron
 def test_a_step_and_data_of_a_scripts_own_are_refused_with_their_lines(corpus: Path, tmp_path: Path) -> None:
     """They were replaced without a word."""
-    (tmp_path / "users_script.py").write_text(USERS_SCRIPT)
-    arguments = [str(tmp_path / "users_script.py"), *flags(), "--data-path", str(corpus)]
-    arguments += ["--global-batch-size", "2", "--train-iters", "2"]
-    done = forked_ranks.run(["-m", "wlb_megatron.launch"], arguments, 1, cpu_environment(), timeout=60)
+    done = launched(corpus, tmp_path)
     assert done.returncode == 1
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("wlb_megatron: error: ")]
     place = f"never ({tmp_path / 'users_script.py'}:8)"
@@ -172,23 +168,9 @@ def test_the_same_flags_train_with_the_plugin_off_though_nothing_is_evaluated(
     corpus: Path, tmp_path: Path
 ) -> None:
     """Megatron counts samples by --eval-interval, which has no default: an A/B ended in its TypeError."""
-    (tmp_path / "users_script.py").write_text(USERS_SCRIPT)
-    arguments = [
-        *flags(),
-        "--global-batch-size",
-        "2",
-        "--train-iters",
-        "2",
-        "--data-path",
-        str(corpus),
-        "--wlb-off",
-    ]
-    assert "--eval-iters" in arguments and "--eval-interval" not in arguments
-    arguments = [str(tmp_path / "users_script.py"), *arguments]
-    done = forked_ranks.run(["-m", "wlb_megatron.launch"], arguments, 1, cpu_environment(), timeout=60)
-    assert "the plugin did not replace this" in done.stderr, done.stderr[
-        -2000:
-    ]  # the script's own data provider
+    done = launched(corpus, tmp_path, "--wlb-off")
+    # It has come to the script's own data provider.
+    assert "the plugin did not replace this" in done.stderr, done.stderr[-2000:]
 
 
 def test_a_patched_fork_runs_without_the_plugin_installed_unless_a_flag_asks_for_it() -> None:
@@ -224,8 +206,7 @@ said = moved("a_package:symbol", ())
 assert "needs the package a_package" in said and "pip install a_package" in said, said
 assert arguments.parse_args is before
 """
-    (tmp_path / "script.py").write_text(script)
-    done = forked_ranks.run([str(tmp_path / "script.py")], [], 1, cpu_environment(), timeout=60)
+    done = run_script(script, [], tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
