@@ -1,9 +1,12 @@
 """What the sharding tests share: document mixes that break things, and a brute-force reading of plans."""
 
+from itertools import pairwise
+
 import numpy as np
 from hypothesis import strategies as st
 
 from wlb_megatron.sharding.alignment import padding
+from wlb_megatron.sharding.calls.attention_calls import attention_layout
 from wlb_megatron.sharding.segments import ShardPlan
 
 
@@ -45,3 +48,27 @@ def slot_rule(tokens: int, cp: int) -> list[int]:
     for slot in range(tokens % (2 * cp)):
         sizes[slot] += 1
     return sizes
+
+
+def sequences(call):
+    """(queries, keys) of each sequence, as ranges of rows."""
+    bounds = zip(pairwise(call.cu_seqlens_q.tolist()), pairwise(call.cu_seqlens_kv.tolist()), strict=True)
+    return [(range(*q), slice(*k)) for q, k in bounds]
+
+
+def by_the_calls(plan, rank, table):
+    """The rank's time, from the executor's own layout, call by call, all tiles as busy as in a full device."""
+    layout = attention_layout(plan, rank)
+
+    def shapes(call):
+        return (np.diff(bounds).astype(np.int64) for bounds in (call.cu_seqlens_q, call.cu_seqlens_kv))
+
+    queries, keys = shapes(layout.diagonals)
+    assert np.array_equal(queries, keys)
+    diagonal = table.call + table.diagonal_ns(queries).sum()
+    rectangles = 0.0
+    if layout.rectangles:
+        rectangles = table.call + table.second_call + table.rectangle_ns(*shapes(layout.rectangles)).sum()
+    remote = sum(layout.exchange.recv_counts)
+    exchange = table.exchange + table.exchange_row * remote if remote else 0.0
+    return diagonal + rectangles + max(0.0, exchange - diagonal)

@@ -388,28 +388,14 @@ def test_each_forward_has_its_own_number_and_the_flags_are_back_after_the_step(
 
 # --- what both models know ---
 
+SHAPE = "hidden ffn layers heads kv_heads head_dim vocab gated projections delta_nets experts"
+LAYOUT = "tensor context pipeline data virtual distributed_optimizer"
 BOTH = {
-    "projections": "shape.projections",
-    "delta_nets": "shape.delta_nets",
     # of the memory model: of the time model
-    **{
-        "tensor": "layout.tensor",
-        "context": "layout.context",
-        "pipeline": "layout.pipeline",
-        "data": "layout.data",
-    },
-    **{"virtual": "layout.virtual", "keep_keys": "regather"},
-    **{
-        "recompute": "recompute",
-        "recompute_layers": "recompute_layers",
-        "recompute_block": "recompute_blocks",
-    },
-    **{
-        name: f"shape.{name}"
-        for name in ("hidden", "ffn", "layers", "heads", "kv_heads", "head_dim", "vocab", "gated")
-    },
-    "distributed_optimizer": "layout.distributed_optimizer",
-    "experts": "shape.experts",
+    **{name: f"shape.{name}" for name in SHAPE.split()},
+    **{name: f"layout.{name}" for name in LAYOUT.split()},
+    **{"keep_keys": "regather", "recompute": "recompute"},
+    **{"recompute_layers": "recompute_layers", "recompute_block": "recompute_blocks"},
 }
 MEMORY_ALONE = {
     "group": "an interleaved schedule takes stages of micro-batches at a time in both; more only holds more",
@@ -447,15 +433,6 @@ def test_every_flag_of_planned_recomputation_reaches_what_a_stage_holds() -> Non
     for name, value in changed.items():
         other = stage_memory(TINY, replace(layout, **{name: value}), 1, [4])  # type: ignore[arg-type]
         assert other != plain, name
-    others = {
-        "pipeline",
-        "data",
-        "virtual",
-        "group",
-        "micro_batches",
-        "distributed_optimizer",
-        "fully_sharded",
-        "reduce_overlaps",
-        "gather_overlaps",
-    }
-    assert {field.name for field in fields(layout)} == set(changed) | others | {"recompute"}
+    others = """pipeline data virtual group micro_batches distributed_optimizer fully_sharded reduce_overlaps
+    gather_overlaps recompute"""
+    assert {field.name for field in fields(layout)} == set(changed) | set(others.split())

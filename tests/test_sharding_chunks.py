@@ -1,7 +1,6 @@
 """Shard plans of documents in chunks: every token once, prefixes complete, and every query finds all its keys."""
 
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -9,6 +8,7 @@ from chunk_oracle import is_real, iterations, shard_plans, tokens_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_checks import validate
+from sharding_oracle import by_the_calls, sequences
 
 from wlb_megatron.plan import Piece
 from wlb_megatron.registry import SHARDINGS
@@ -78,20 +78,15 @@ def arrivals(exchanges, sources, rank):
     return [arrived[~at] if at < 0 else own[at] for at in exchanges[rank].place.tolist()]
 
 
-def by_sequence(call):
-    bounds = zip(pairwise(call.cu_seqlens_q.tolist()), pairwise(call.cu_seqlens_kv.tolist()), strict=True)
-    return [(range(*q), slice(*k)) for q, k in bounds]
-
-
 def keys_of(layout, own, buffer):
     """Of each row of the rank, the tokens whose keys it sees by the calls of full layers."""
     seen = [[] for _ in own]
     if layout.single is not None:
         return near_keys(layout.single.call, None, own, buffer)
-    for queries, keys in by_sequence(layout.diagonals):
+    for queries, keys in sequences(layout.diagonals):
         for nth, row in enumerate(queries):
             seen[row] += own[keys][: nth + 1]
-    for queries, keys in by_sequence(layout.rectangles) if layout.rectangles else []:
+    for queries, keys in sequences(layout.rectangles) if layout.rectangles else []:
         for query in queries:
             seen[layout.query_rows[query]] += buffer[keys]
     return seen
@@ -100,7 +95,7 @@ def keys_of(layout, own, buffer):
 def near_keys(call, window, own, buffer):
     """The same of one bottom-right call with a window."""
     seen = [[] for _ in own]
-    for queries, keys in by_sequence(call):
+    for queries, keys in sequences(call):
         of = buffer[keys]
         for nth, row in enumerate(queries):
             last = len(of) - len(queries) + nth
@@ -144,18 +139,7 @@ def test_a_prediction_counts_what_travels_of_prefixes(kind, micro_batches, cp):
     for plan in shard_plans(micro_batches, cp, kind, table)[1]:
         predicted = predict(replace(plan, one_call=False), table)
         for rank in range(cp):
-            layout = attention_layout(replace(plan, one_call=False), rank)
-            queries = np.diff(layout.diagonals.cu_seqlens_q)
-            diagonals = table.call + table.diagonal_ns(queries).sum()
-            rectangles = 0.0
-            if call := layout.rectangles:
-                sizes = (
-                    np.diff(bounds).astype(np.int64) for bounds in (call.cu_seqlens_q, call.cu_seqlens_kv)
-                )
-                rectangles = table.call + table.second_call + table.rectangle_ns(*sizes).sum()
-            remote = sum(layout.exchange.recv_counts)
-            exchange = table.exchange + table.exchange_row * remote if remote else 0.0
-            assert abs(predicted[rank] - diagonals - rectangles - max(0.0, exchange - diagonals)) <= 1
+            assert abs(predicted[rank] - by_the_calls(replace(plan, one_call=False), rank, table)) <= 1
 
 
 @settings(deadline=None, max_examples=40)

@@ -4,10 +4,9 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from attention_oracle import any_plans
 from hypothesis import given, settings
-from hypothesis import strategies as st
-from plan_checks import merge_touching, validate
-from sharding_oracle import cp_and_lengths
+from sharding_oracle import cp_and_lengths, sequences
 
 from wlb_megatron.registry import SHARDINGS
 from wlb_megatron.sharding.calls.attention_calls import attention_layout
@@ -27,12 +26,6 @@ def exchanged(plan, rank):
     assert tuple(map(len, arrives)) == mine.recv_counts
     # What arrives, backwards behind its own, is where ~0, ~1, .. point.
     return np.concatenate((own, np.concatenate(arrives)[::-1]))[mine.place]
-
-
-def sequences(call):
-    """(queries, keys) of each sequence, as ranges of rows."""
-    bounds = zip(pairwise(call.cu_seqlens_q.tolist()), pairwise(call.cu_seqlens_kv.tolist()), strict=True)
-    return [(range(*q), slice(*k)) for q, k in bounds]
 
 
 def keys_of(plan, rank):
@@ -76,26 +69,9 @@ def test_following_a_layout_gives_every_token_its_keys_once(kind, mix):
     check(shard(lengths, cp, kind))
 
 
-@st.composite
-def any_plan(draw):
-    """Pieces cut anywhere, their segments dealt anywhere in any order: many of a document on one rank."""
-    lengths = draw(st.lists(st.integers(1, 40), min_size=1, max_size=6))
-    cp = draw(st.integers(1, 4))
-    rows = []
-    for piece, d in enumerate(lengths):
-        cuts = sorted({0, d, *draw(st.lists(st.integers(0, d), max_size=8))})
-        rows += [(piece, a, b) for a, b in pairwise(cuts)]
-    rows = draw(st.permutations(rows))
-    owners = draw(st.lists(st.integers(0, cp - 1), min_size=len(rows), max_size=len(rows)))
-    ranks = [[row for row, owner in zip(rows, owners, strict=True) if owner == r] for r in range(cp)]
-    merged = tuple(merge_touching(np.array(one, dtype=np.int64).reshape(-1, 3)) for one in ranks)
-    return ShardPlan(np.array(lengths, dtype=np.int64), merged)
-
-
 @settings(deadline=None, max_examples=100)
-@given(plan=any_plan())
+@given(plan=any_plans(cp_sizes=(1, 2, 3, 4)))
 def test_any_plan_at_all_has_an_exact_layout(plan):
-    validate(plan)
     check(plan)
 
 

@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sharding_oracle import cp_and_lengths
+from sharding_oracle import by_the_calls, cp_and_lengths
 
 from wlb_megatron.registry import SHARDINGS
-from wlb_megatron.sharding.calls.attention_calls import attention_layout
 from wlb_megatron.sharding.predict import predict, predict_all
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.sharding.select import shard
@@ -34,11 +33,8 @@ MEASURED = [
 
 def segment_ns(table, shape, queries, keys):
     q, k = np.array([queries]), np.array([keys])
-    return int(
-        {"diagonal": lambda: table.diagonal_ns(q)}.get(shape, lambda: getattr(table, shape + "_ns")(q, k))()[
-            0
-        ]
-    )
+    sizes = (q,) if shape == "diagonal" else (q, k)
+    return int(getattr(table, f"{shape}_ns")(*sizes)[0])
 
 
 @pytest.mark.parametrize(("shape", "queries", "keys", "ms"), MEASURED)
@@ -48,33 +44,11 @@ def test_the_built_in_table_is_near_what_was_measured(shape, queries, keys, ms):
     assert predicted == pytest.approx(ms, rel=0.12)
 
 
-def by_the_calls(plan, rank, table):
-    """The rank's time, from the executor's own layout, call by call, all tiles as busy as in a full device."""
-    layout = attention_layout(plan, rank)
-
-    def shapes(call):
-        return (np.diff(bounds).astype(np.int64) for bounds in (call.cu_seqlens_q, call.cu_seqlens_kv))
-
-    queries, keys = shapes(layout.diagonals)
-    assert np.array_equal(queries, keys)
-    diagonal = table.call + table.diagonal_ns(queries).sum()
-    rectangles = 0.0
-    if layout.rectangles:
-        rectangles = table.call + table.second_call + table.rectangle_ns(*shapes(layout.rectangles)).sum()
-    remote = sum(layout.exchange.recv_counts)
-    exchange = table.exchange + table.exchange_row * remote if remote else 0.0
-    return diagonal + rectangles + max(0.0, exchange - diagonal)
-
-
 @pytest.mark.parametrize("kind", SHARDINGS)
 @settings(deadline=None, max_examples=40)
 @given(
-    mix_of=st.one_of(
-        cp_and_lengths(),
-        st.lists(st.integers(1, 5000), min_size=1, max_size=12).map(
-            lambda d: (4, np.array([4 * n for n in d]))
-        ),
-    )
+    mix_of=cp_and_lengths()
+    | st.lists(st.integers(1, 5000), min_size=1, max_size=12).map(lambda d: (4, 4 * np.array(d)))
 )
 def test_a_prediction_is_the_sum_over_the_calls_that_will_be_made(kind, mix_of):
     cp, lengths = mix_of

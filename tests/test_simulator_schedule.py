@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_pipeline_groups import event_ends
 
 from wlb_megatron.pipeline.orders import Step, pipeline_orders
 from wlb_megatron.pipeline.schedule import Event, Launches, pipeline_ends, pipeline_events
@@ -83,35 +84,6 @@ def test_interleaving_divides_the_bubble_by_the_chunks(stages, micro_batches, ch
     assert bubble == pytest.approx((stages - 1) / (micro_batches * chunks))
 
 
-def _oracle(forward: np.ndarray, backward: np.ndarray, transfer: float) -> dict[tuple[int, Step], float]:
-    """Ends by repeated relaxation over the orders: no graph, no order of nodes."""
-    stages, chunks, micro_batches = forward.shape
-    orders = pipeline_orders(stages, micro_batches, chunks)
-    ends: dict[tuple[int, Step], float] = {}
-    for _ in range(2 * stages * chunks * micro_batches + 1):
-        before = dict(ends)
-        for stage, order in enumerate(orders):
-            free = 0.0
-            for step in order:
-                m, c, back = step
-                place = c * stages + stage
-                ready = 0.0
-                if not back and place:
-                    ready = (
-                        ends.get(((place - 1) % stages, Step(m, (place - 1) // stages, False)), 0) + transfer
-                    )
-                elif back and place == stages * chunks - 1:
-                    ready = ends.get((stage, Step(m, c, False)), 0)
-                elif back:
-                    ready = (
-                        ends.get(((place + 1) % stages, Step(m, (place + 1) // stages, True)), 0) + transfer
-                    )
-                free = ends[stage, step] = max(free, ready) + (backward if back else forward)[stage, c, m]
-        if ends == before:
-            return ends
-    raise AssertionError("no fixed point")
-
-
 @st.composite
 def _jobs(draw):
     stages = draw(st.integers(1, 4))
@@ -128,8 +100,9 @@ def _jobs(draw):
 def test_events_are_those_of_an_independent_simulation(job):
     forward, backward, transfer = job
     events = pipeline_events(forward[0], backward[0], forward.shape[1], transfer=transfer)
-    expected = _oracle(forward[0], backward[0], transfer)
-    assert {(e.stage, Step(e.micro_batch, e.chunk, e.backward)): e.end for e in events} == expected
+    orders = pipeline_orders(forward.shape[1], forward.shape[3], forward.shape[2])
+    expected = event_ends(orders, forward[0], backward[0], transfer)
+    assert {(Step(e.micro_batch, e.chunk, e.backward), e.stage): e.end for e in events} == expected
 
 
 @settings(deadline=None, max_examples=60)

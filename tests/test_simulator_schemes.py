@@ -115,35 +115,9 @@ def test_large_jobs_are_planned_and_simulated_whole():
 
 
 def _simulate(*more: str) -> list[str]:
-    return [
-        *(
-            "analyze",
-            "--no-split",
-            "--search",
-            "none",
-            "--lengths",
-            "500,3000,700,900,8000,1200,400",
-            "--window",
-            "8192",
-            "--model",
-            "550M",
-        ),
-        *(
-            "--micro-batches",
-            "4",
-            "--pp",
-            "2",
-            "--cp",
-            "2",
-            "--dp",
-            "2",
-            "--iterations",
-            "3",
-            "--warm-up",
-            "2",
-        ),
-        *more,
-    ]
+    job = """analyze --no-split --search none --lengths 500,3000,700,900,8000,1200,400 --window 8192 --model 550M
+    --micro-batches 4 --pp 2 --cp 2 --dp 2 --iterations 3 --warm-up 2"""
+    return [*job.split(), *more]
 
 
 def test_analyze_tells_both_ways_and_writes_a_trace(tmp_path: Path, capsys):
@@ -194,9 +168,8 @@ def test_attention_is_slowed_until_arrival_order_is_as_uneven_as_the_papers():
 
 
 def test_with_many_stages_more_micro_batches_than_windows_are_planned_and_pay():
-    few = SettingRuns(
-        Inputs(iterations=12, assumptions=REPRODUCED), CONFIGURATIONS[5]
-    )  # 30B-128K: a host's launches are no limit
+    # 30B-128K: a host's launches are no limit.
+    few = SettingRuns(Inputs(iterations=12, assumptions=REPRODUCED), CONFIGURATIONS[5])
     one, auto = few.simulated("varlen-1", "adaptive"), few.simulated("varlen", "adaptive")
     assert one.micro_batch_count == 4 < auto.micro_batch_count
     assert auto.step_over_ideal < one.step_over_ideal - 0.2

@@ -38,28 +38,19 @@ def test_the_batch_script_signals_early_requeues_and_resumes() -> None:
 
 def edited(folder: Path, corpus: Path) -> Path:
     """The batch script with its run edited to the small model on CPUs."""
-    arguments = [
-        *flags(context=2),
-        "--global-batch-size",
-        "2",
-        "--data-path",
-        str(corpus),
-        "--save-interval",
-        "1000",
-    ]
+    job = f"--global-batch-size 2 --data-path {corpus} --save-interval 1000 --num-workers 1"
     run = f"""IMAGE=
 PYTHON={sys.executable}
 ENTRY=(-m wlb_megatron.pretrain_gpt)
 CHECKPOINTS={folder}/checkpoints
 TRAIN_ITERS={STEPS}
 RESTARTS=3
-MODEL=({" ".join(arguments)} --num-workers 1)
+MODEL=({" ".join(flags(job, context=2))})
 LAYOUT=(--ckpt-format torch_dist --auto-detect-ckpt-format)
 DATA=() TRAINING=() WLB=(--wlb-log {folder}/steps.jsonl)
 """
-    text = SCRIPT.read_text()
     script = folder / "pretrain.sbatch"
-    script.write_text(EDIT.sub(lambda _: run, text))
+    script.write_text(EDIT.sub(lambda _: run, SCRIPT.read_text()))
     return script
 
 
@@ -109,32 +100,17 @@ def run_with_stubs(
     ):
         (folder / "bin" / name).write_text(text)
         (folder / "bin" / name).chmod(0o755)
-    environment = {
+    job = f"""STATUS={status} SAVED={saved} SIGNAL={signal} SAYS= SLURM_JOB_ID=40123 SLURM_JOB_NAME=night
+    SLURM_JOB_NODELIST=node[7-9] SLURM_JOB_NUM_NODES=3 SLURM_JOB_PARTITION=all SLURM_CPUS_ON_NODE=96
+    SLURM_TASKS_PER_NODE=1(x3) HOME=/home/user TOLD={folder}"""
+    environment = dict(setting.split("=", 1) for setting in job.split())
+    environment |= {
         "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
-        "HOME": "/home/user",
-        "TOLD": str(folder),
-        "STATUS": str(status),
-        "SAVED": saved,
-        "SIGNAL": signal,
-        "SAYS": "",
         "USABLE": "7 8 9",
-        "SLURM_JOB_ID": "40123",
-        "SLURM_JOB_NAME": "night",
-        "SLURM_JOB_NODELIST": "node[7-9]",
-        "SLURM_JOB_NUM_NODES": "3",
-        "SLURM_JOB_PARTITION": "all",
-        "SLURM_CPUS_ON_NODE": "96",
-        "SLURM_TASKS_PER_NODE": "1(x3)",
         **exported,
     }
-    done = subprocess.run(
-        ["bash", str(script), *flags],
-        env=environment,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = ["bash", str(script), *flags]
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
     assert not [line for line in done.stderr.splitlines() if line.startswith("/")], done.stderr  # of bash
     return done.returncode, done.stdout, (folder / "srun").read_text().split("\0")
 
@@ -157,9 +133,8 @@ def test_the_batch_script_starts_every_rank_with_what_torch_and_megatron_ask_for
     where = "rendezvous node7:10123"
     assert f"rank 0 of 3 on GPU 0, {where}" in log and f"rank 2 of 3 on GPU 0, {where}" in log
     assert "rank 1 of 3" not in log
-    assert (
-        tmp_path / "logs" / "night" / "40123-0" / "node8" / "rank-1.log"
-    ).read_text() == f"rank 1 of 3 on GPU 0, {where}\n"
+    second = (tmp_path / "logs/night/40123-0/node8/rank-1.log").read_text()
+    assert second == f"rank 1 of 3 on GPU 0, {where}\n"
     options = asked[: asked.index("bash")]
     assert options[:2] == ["--kill-on-bad-exit=1", "--mpi=none"]
     container = dict(option.removeprefix("--").partition("=")[::2] for option in options[2:])
@@ -175,20 +150,9 @@ def test_the_batch_script_starts_every_rank_with_what_torch_and_megatron_ask_for
         }
         # An image's own values win over all others.
         names = set(container["container-env"].split(","))
-        assert names >= {
-            "RANKS",
-            "MASTER_ADDR",
-            "MASTER_PORT",
-            "CUDA_DEVICE_MAX_CONNECTIONS",
-            "TRITON_CACHE_DIR",
-        }
-        assert names >= {
-            "PYTORCH_CUDA_ALLOC_CONF",
-            "NCCL_DEBUG",
-            "PYTHONUNBUFFERED",
-            "NCCL_IB_HCA",
-            "GLOO_LEVEL",
-        }
+        passed = """RANKS MASTER_ADDR MASTER_PORT CUDA_DEVICE_MAX_CONNECTIONS TRITON_CACHE_DIR PYTHONUNBUFFERED
+        PYTORCH_CUDA_ALLOC_CONF NCCL_DEBUG NCCL_IB_HCA GLOO_LEVEL"""
+        assert names >= set(passed.split())
         assert not names & {"PATH", "HOME", "SLURM_JOB_ID"}
     allocator = "max_split_size_mb:512" if image else "expandable_segments:True"
     assert (tmp_path / "environment").read_text() == f"{allocator} 1 96\n"
@@ -202,12 +166,7 @@ def test_the_batch_script_starts_every_rank_with_what_torch_and_megatron_ask_for
 @pytest.mark.parametrize(
     ("saved", "status", "queued", "message"),
     [
-        (
-            "700",
-            1,
-            True,
-            r"failed with status 1, first on node8(.|\n)*failed at iteration 700 of 50000: the job queues itself",
-        ),
+        ("700", 1, True, r"first on node8(.|\n)*failed at iteration 700 of 50000: the job queues itself"),
         ("600", 1, False, "ended with status 1 at iteration 600 of 50000"),  # nothing new since its start
         ("", 9, False, "ended with status 9 at iteration 600 of 50000"),
         ("50000", 1, False, "ended with status 1 at iteration 50000 of 50000"),
@@ -217,9 +176,8 @@ def test_the_batch_script_starts_every_rank_with_what_torch_and_megatron_ask_for
 def test_a_run_that_fails_is_queued_again_only_where_it_had_come_further(
     saved: str, status: int, queued: bool, message: str, tmp_path: Path
 ) -> None:
-    checkpoints = tmp_path / "checkpoints" / "night"
-    checkpoints.mkdir(parents=True)
-    (checkpoints / "latest_checkpointed_iteration.txt").write_text("600")
+    (tmp_path / "checkpoints/night").mkdir(parents=True)
+    (tmp_path / "checkpoints/night/latest_checkpointed_iteration.txt").write_text("600")
     code, log, _ = run_with_stubs(SCRIPT, tmp_path, status, saved)
     assert re.search(message, log), log
     assert code == (0 if queued else status)

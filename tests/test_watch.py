@@ -23,37 +23,15 @@ BROWSER = next(
 
 
 def line(iteration: int, **changes: Any) -> str:
-    figures = {
-        "iteration": iteration,
-        "tokens": 1000,
-        "consumed_tokens": 1000 * iteration,
-        "train_iterations": 800,
-    }
-    figures |= {"seconds_left": 3600.0, "time": 1.8e9 + iteration, "started": 1.8e9, "measured_ms": 500.0}
-    figures |= {
-        "predicted_ms": 400.0,
-        "arrival_ms": 472.0 + 8 * (iteration % 2),
-        "tflops_per_gpu": 411.6,
-        "tokens_per_second_per_gpu": 250.0,
-        "step_over_ideal": 1.2,
-        "imbalance": 1.05,
-    }
-    figures |= {"cp_imbalance": 1.01, "dp_imbalance": 1.02, "plan_wait_ms": 0.5, "token_delay": 0.4}
-    figures |= {
-        "waiting_documents": 7,
-        "most_epochs": 0.25,
-        "memory_peak_gb": 61.5 - iteration % 2,
-        "update_skipped": 0,
-    }
-    figures |= {"recomputed_share": 0.25, "peak_gib": 20.0 + iteration % 2, "planned_peak_gib": 21.5}
-    figures |= {
-        "available_gib": 30.0,
-        "slowest_rank": 3,
-        "slowest_host": "node<7>",
-        "slowest_excess": 0.2,
-        "epochs": None,
-    }
-    return json.dumps(figures | changes) + "\n"
+    odd = iteration % 2
+    figures = f"""iteration {iteration} tokens 1000 consumed_tokens {1000 * iteration} train_iterations 800
+    seconds_left 3600.0 time {1.8e9 + iteration} started 1.8e9 measured_ms 500.0 predicted_ms 400.0
+    arrival_ms {472.0 + 8 * odd} tflops_per_gpu 411.6 tokens_per_second_per_gpu 250.0 step_over_ideal 1.2
+    imbalance 1.05 cp_imbalance 1.01 dp_imbalance 1.02 plan_wait_ms 0.5 token_delay 0.4 waiting_documents 7
+    most_epochs 0.25 memory_peak_gb {61.5 - odd} update_skipped 0 recomputed_share 0.25 peak_gib {20.0 + odd}
+    planned_peak_gib 21.5 available_gib 30.0 slowest_rank 3 slowest_excess 0.2""".split()
+    values = dict(zip(figures[::2], map(json.loads, figures[1::2]), strict=True))
+    return json.dumps({**values, "slowest_host": "node<7>", "epochs": None} | changes) + "\n"
 
 
 class _Page(HTMLParser):
@@ -224,16 +202,10 @@ def test_a_browser_shows_the_page(log: Path, tmp_path: Path) -> None:
         "--disable-gpu",
         f"--user-data-dir={tmp_path / 'profile'}",
     ]
-    browser += ["--window-size=1200,1800", "--host-resolver-rules=MAP * ~NOTFOUND"]
-    done = subprocess.run(
-        [*browser, f"--screenshot={shot}", "--dump-dom", page.as_uri()],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    browser += ["--window-size=1200,1800", "--host-resolver-rules=MAP * ~NOTFOUND", "--dump-dom"]
+    how = {"capture_output": True, "text": True, "timeout": 120}
+    done = subprocess.run([*browser, f"--screenshot={shot}", page.as_uri()], **how)
     assert done.returncode == 0, done.stderr[-2000:]
     assert shot.read_bytes()[:4] == b"\x89PNG" and shot.stat().st_size > 20_000, "more than an empty page"
-    dom = subprocess.run(
-        [*browser, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=120
-    ).stdout
+    dom = subprocess.run([*browser, page.as_uri()], **how).stdout
     assert "600 of 800 (75.0%)" in dom and dom.count("<polyline") == 12
