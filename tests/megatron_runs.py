@@ -30,9 +30,9 @@ TRAINING = """--micro-batch-size 1 --seq-length 64 --max-position-embeddings 128
 """Thresholds are those of a run without a sample: to learn them takes each rank of each run a second."""
 
 
-GPU_MODEL = """--num-layers 4 --hidden-size 256 --ffn-hidden-size 512 --num-attention-heads 4 --group-query-attention
---num-query-groups 2 --normalization RMSNorm --swiglu --position-embedding-type rope --disable-bias-linear
---untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0"""
+GPU_MODEL = (
+    "--num-layers 4 --hidden-size 256 --ffn-hidden-size 512" + MODEL[MODEL.index(" --num-attention-heads") :]
+)
 GPU_MACHINE = "--distributed-backend nccl --bf16 --no-gradient-accumulation-fusion --wlb-rehearsal never"
 GPU_TRAINING = TRAINING.replace("--seq-length 64 --max-position-embeddings 128", "") + (
     " --seq-length 1024 --max-position-embeddings 2048"

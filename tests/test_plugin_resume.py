@@ -40,12 +40,10 @@ def source(**settings: Any) -> Source:
     return Source(Blend([]), planner, training_job().with_config(config), 4, 8.0, (), 0)
 
 
-def megatron(iteration: int) -> argparse.Namespace:
-    return argparse.Namespace(
-        iteration=iteration,
-        wlb_off=False,
-        consumed_train_samples=4 * iteration,
-    )
+def megatron(iteration: int, samples: int | None = None) -> argparse.Namespace:
+    """Megatron's arguments after it has loaded a checkpoint of these samples, 4 an iteration unless told."""
+    trained = 4 * iteration if samples is None else samples
+    return argparse.Namespace(iteration=iteration, wlb_off=False, consumed_train_samples=trained)
 
 
 def restored(into: Source, args: argparse.Namespace) -> list[str]:
@@ -103,6 +101,15 @@ def load(args: argparse.Namespace, *, off: bool = False) -> argparse.Namespace:
     return now
 
 
+def saved_after(iterations: int, of: Source) -> Source:
+    """Save `of` after so many more iterations, and load that."""
+    for _ in range(iterations):
+        of.planner.next_iteration()
+    resume.remember(of, of.planner.snapshot())
+    load(save(megatron(0)))
+    return of
+
+
 def test_a_checkpoint_that_is_saved_again_before_training_keeps_its_state() -> None:
     """--ckpt-convert-format; a run with --wlb-off trains on without a state."""
     args, ours = megatron(0), source()
@@ -118,12 +125,7 @@ def test_a_checkpoint_that_is_saved_again_before_training_keeps_its_state() -> N
 
 
 def test_a_state_continues_where_it_was_saved_and_counts_its_tokens() -> None:
-    args, first = megatron(0), source()
-    for _ in range(3):
-        first.planner.next_iteration()
-    resume.remember(first, first.planner.snapshot())
-    load(save(args))
-    again = source()
+    first, again = saved_after(3, source()), source()
     restored(again, megatron(3))
     assert again.planner.trained == first.planner.trained
     assert again.planner.next_iteration() == first.planner.next_iteration()
@@ -131,10 +133,8 @@ def test_a_state_continues_where_it_was_saved_and_counts_its_tokens() -> None:
 
 def test_a_resumed_run_keeps_the_weights_of_tokens_until_a_flag_says_otherwise() -> None:
     """Its documents wait, so auto is equal. In checkpoints of 0.1.0, which do not tell, a token weighed by its step."""
-    args, first = megatron(0), source(token_weights="equal")
-    first.planner.next_iteration()
-    resume.remember(first, first.planner.snapshot())
-    load(save(args))
+    saved_after(1, source(token_weights="equal"))
+    args = megatron(0)
     assert restored(source(token_weights="equal"), megatron(1)) == []
     told = "--wlb-token-weights is step from here on, where the checkpoint's run had equal"
     assert restored(source(token_weights="step"), megatron(1)) == [told]
@@ -220,38 +220,22 @@ def test_a_run_goes_on_in_chunks_or_whole_and_by_the_law_it_began_with_until_a_f
 
 
 def test_a_state_of_another_iteration_than_the_checkpoint_is_refused() -> None:
-    args, first = megatron(0), source()
-    first.planner.next_iteration()
-    resume.remember(first, first.planner.snapshot())
-    load(save(args))
+    saved_after(1, source())
     with pytest.raises(Refused, match="has trained 4 samples, the checkpoint of iteration 2 8"):
         restored(source(), megatron(2))
 
 
-def release(samples: int) -> argparse.Namespace:
-    """Megatron's arguments after it has loaded a `release` checkpoint of a run of so many samples."""
-    return argparse.Namespace(iteration=0, wlb_off=False, consumed_train_samples=samples)
-
-
 def test_a_release_checkpoint_goes_on_with_its_order_and_so_does_what_it_saves() -> None:
     """Megatron begins at iteration 0 and counts samples on."""
-    first = source()
-    for _ in range(3):
-        first.planner.next_iteration()
-    resume.remember(first, first.planner.snapshot())
-    load(save(megatron(0)))
-    again = source()
-    assert restored(again, release(12)) == ["the document order goes on at sample 12"]
+    first, again = saved_after(3, source()), source()
+    assert restored(again, megatron(0, samples=12)) == ["the document order goes on at sample 12"]
     assert again.planner.next_iteration() == first.planner.next_iteration()
-    resume.remember(again, again.planner.snapshot())
-    load(save(megatron(0)))
-    args = megatron(1)
-    args.consumed_train_samples = 16
+    saved_after(0, again)
     requeued = source()
-    assert restored(requeued, args) == []
+    assert restored(requeued, megatron(1, samples=16)) == []
     assert requeued.planner.next_iteration() == first.planner.next_iteration()
     with pytest.raises(Refused, match="has trained 16 samples, the release checkpoint 12: load"):
-        restored(source(), release(12))
+        restored(source(), megatron(0, samples=12))
 
 
 @pytest.mark.parametrize("state", ["none", "the run's", "damaged"])
@@ -265,16 +249,12 @@ def test_one_command_with_the_flag_works_at_any_start_and_goes_on_at_every_reque
         return documents(fresh=fresh, bins=4, each=micro_batch_size, packing="varlen")
 
     def at(iteration: int) -> argparse.Namespace:
-        args = megatron(iteration)
-        args.micro_batch_size, args.consumed_train_samples = micro_batch_size, samples + 4 * iteration
+        args = megatron(iteration, samples + 4 * iteration)
+        args.micro_batch_size = micro_batch_size
         return args
 
     if state == "the run's":
-        before = job(fresh=False)
-        for _ in range(samples // 4):
-            before.planner.next_iteration()
-        resume.remember(before, before.planner.snapshot())
-        load(save(megatron(0)))
+        saved_after(samples // 4, job(fresh=False))
     elif state == "damaged":
         load(argparse.Namespace(wlb_state="half a stat"))
     else:
@@ -282,9 +262,7 @@ def test_one_command_with_the_flag_works_at_any_start_and_goes_on_at_every_reque
     run, lines = gone_on(job(fresh=True), at(0))
     assert "document order" in lines[0]
     for iteration in (1, 2, 3):
-        run.planner.next_iteration()
-        resume.remember(run, run.planner.snapshot())
-        load(save(megatron(0)))
+        saved_after(1, run)
         assert run.planner.samples == at(iteration).consumed_train_samples // micro_batch_size
         requeued, (line,) = gone_on(job(fresh=True), at(iteration))
         assert "goes on: --wlb-fresh-order is done" in line
@@ -302,9 +280,9 @@ def test_a_release_checkpoint_without_a_state_is_refused_and_its_batches_grow_by
 
     load(argparse.Namespace())
     with pytest.raises(Refused, match=r"the release checkpoint holds no packing state.*--wlb-fresh-order"):
-        restored(growing(), release(8))
+        restored(growing(), megatron(0, samples=8))
     anew = growing(fresh_order=True)
-    restored(anew, release(8))
+    restored(anew, megatron(0, samples=8))
     counts = []
     for _ in range(3):
         anew.planner.next_iteration()
@@ -351,15 +329,6 @@ def documents(*, fresh: bool = False, cost: float = 0.0, **changed: Any) -> Sour
     return Source(Blend([]), planner, training_job().with_config(config), bins, 8.0, (), 0)
 
 
-def loaded_after(iterations: int, of: Source, args: argparse.Namespace) -> Source:
-    """Save `of` after so many more iterations, and load that."""
-    for _ in range(iterations):
-        of.planner.next_iteration()
-    resume.remember(of, of.planner.snapshot())
-    load(save(args))
-    return of
-
-
 CHANGES: dict[str, dict[str, Any]] = {
     "sha256 of lengths was": {"lengths": [5, 9, 3, 16, 12, 7] * 4},
     "documents was 24, is 12": {"lengths": [5, 9, 3, 16, 7, 12] * 2},
@@ -377,9 +346,8 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("words", CHANGES)
 def test_what_changed_is_refused_with_the_flag_that_takes_it_up_and_taken_up_with_it(words: str) -> None:
-    args = megatron(4)
-    args.consumed_train_samples = 8
-    before = loaded_after(4, documents(), args)
+    args = megatron(4, samples=8)
+    before = saved_after(4, documents())
     with pytest.raises(Refused) as refused:
         restored(documents(**CHANGES[words]), args)
     (line,) = str(refused.value).splitlines()
@@ -407,13 +375,12 @@ def test_what_changed_is_refused_with_the_flag_that_takes_it_up_and_taken_up_wit
 
 def test_a_run_that_has_taken_up_an_order_goes_on_with_it_when_it_is_queued_again() -> None:
     """The job's flags are the same at each start: the order is not begun anew each time."""
-    args = megatron(4)
-    args.consumed_train_samples = 8
-    loaded_after(4, documents(), args)
+    args = megatron(4, samples=8)
+    saved_after(4, documents())
     changed = documents(fresh=True, packing="original")
     restored(changed, args)
-    loaded_after(2, changed, args)
-    args.iteration, args.consumed_train_samples = 6, 12
+    saved_after(2, changed)
+    args = megatron(6, samples=12)
     again = documents(fresh=True, packing="original")
     assert restored(again, args) == [
         "the document order taken up at sample 8 goes on: --wlb-fresh-order is done"
@@ -428,18 +395,17 @@ def test_a_run_that_has_taken_up_an_order_goes_on_with_it_when_it_is_queued_agai
 @pytest.mark.parametrize("trained", [8, 9])
 def test_windows_of_a_micro_batch_are_counted_as_megatrons_samples(trained: int) -> None:
     """Two a micro-batch from the fifth iteration on, also where those before had another number of samples."""
-    args = megatron(4)
-    args.consumed_train_samples = trained
+    args = megatron(4, trained)
     before = documents()
     before.planner.begin_at(1 if trained % 2 else 0)
-    before = loaded_after(4, before, args)
+    before = saved_after(4, before)
     args.micro_batch_size = 2
     with pytest.raises(Refused, match="keep --seq-length and --micro-batch-size"):
         restored(documents(each=2), args)
     now = documents(each=2, fresh=True)
     restored(now, args)
     assert (now.planner.samples, now.planner.trained) == (4, before.planner.trained)
-    loaded_after(3, now, args)
+    saved_after(3, now)
     args.iteration, args.consumed_train_samples = 7, trained + 3 * 2
     again = documents(each=2)
     assert restored(again, args) == []
@@ -450,9 +416,8 @@ def test_windows_of_a_micro_batch_are_counted_as_megatrons_samples(trained: int)
 
 
 def test_the_flag_alone_begins_an_epoch_of_every_corpus() -> None:
-    args = megatron(4)
-    args.consumed_train_samples = 8
-    before = loaded_after(4, documents(), args)
+    args = megatron(4, samples=8)
+    before = saved_after(4, documents())
     now = documents(fresh=True)
     lines = restored(now, args)
     assert lines[:2] == ["takes up the document order at sample 8: as --wlb-fresh-order asks", lines[1]]
@@ -503,8 +468,7 @@ def test_a_state_of_wrong_kinds_of_values_is_refused_with_a_line(saved: str) -> 
 
 @pytest.mark.parametrize("damage", DAMAGED)
 def test_a_state_that_cannot_be_read_is_said_to_be_and_all_begins(damage: str) -> None:
-    args = megatron(4)
-    args.consumed_train_samples = 8
+    args = megatron(4, samples=8)
     load(argparse.Namespace(wlb_state=DAMAGED[damage]))
     with pytest.raises(Refused, match="--wlb-fresh-order"):
         restored(documents(), args)

@@ -178,6 +178,17 @@ def test_tokens_and_targets_are_those_of_megatrons_tokenizer(
         assert mask == [0, *(targets[1:] != -100).astype(int).tolist()]
 
 
+def by_template(
+    template: str | None, turns: Any, folder: Path, **options: Any
+) -> list[tuple[list[int], list[int]]]:
+    """Tokens and mask of each conversation by a tokenizer with this chat template."""
+    pytest.importorskip("tokenizers")
+    pad = options.pop("pad", "<pad>")
+    tokenizer = build_tokenizer(folder / "t", template=template, pad=pad)
+    jsonl = write_jsonl(folder / "c.jsonl", turns)
+    return documents_of(made_of(jsonl, tokenizer, folder, "default", **options))
+
+
 EIGHT = (
     "{% for m in messages %}{{ m['role'] + ' ' }}{% if m['role'] == 'assistant' %}{% generation %}"
     "{{ m['content'] + '<eos>' }}{% endgeneration %}{% else %}{{ m['content'] + ' ' }}{% endif %}{% endfor %}"
@@ -185,32 +196,22 @@ EIGHT = (
 
 
 def test_the_worked_example_of_eight_tokens_in_the_docs(tmp_path: Path) -> None:
-    pytest.importorskip("tokenizers")
-    tokenizer = build_tokenizer(tmp_path / "t", template=EIGHT)
     turns = [{**SYSTEM, "content": "kind"}, USER, {**ANSWER, "content": "yes no"}]
-    jsonl = write_jsonl(tmp_path / "c.jsonl", [turns])
-    ((tokens, mask),) = documents_of(made_of(jsonl, tokenizer, tmp_path, "default", assistant_only=True))
+    ((tokens, mask),) = by_template(EIGHT, [turns], tmp_path, assistant_only=True)
     assert " ".join(VOCABULARY[token] for token in tokens) == "system kind user hello assistant yes no <eos>"
     assert mask == [0, 0, 0, 0, 0, 1, 1, 1]
 
 
 def test_an_end_token_trains_where_it_is_also_the_padding(tmp_path: Path) -> None:
     """Stock masks every target equal to the padding."""
-    pytest.importorskip("tokenizers")
-    tokenizer = build_tokenizer(tmp_path / "t", pad="<eos>")
-    made = documents_of(
-        made_of(write_jsonl(tmp_path / "c.jsonl", conversations(5)), tokenizer, tmp_path, "default")
-    )
+    made = by_template(TEMPLATE, conversations(5), tmp_path, pad="<eos>")
     ends = [mask[at] for tokens, mask in made for at, token in enumerate(tokens) if token == EOS]
     assert len(ends) > 10 and all(ends)
 
 
 def test_a_template_that_marks_answers_trains_them_alone(tmp_path: Path) -> None:
-    pytest.importorskip("tokenizers")
-    tokenizer = build_tokenizer(tmp_path / "t", template=MARKED)
-    turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "yes no"}]
-    jsonl = write_jsonl(tmp_path / "c.jsonl", [turns])
-    ((tokens, mask),) = documents_of(made_of(jsonl, tokenizer, tmp_path, "default", assistant_only=True))
+    turns = [USER, {**ANSWER, "content": "yes no"}]
+    ((tokens, mask),) = by_template(MARKED, [turns], tmp_path, assistant_only=True)
     assert [VOCABULARY[token] for token, on in zip(tokens, mask, strict=True) if on] == ["yes", "no", "<eos>"]
 
 
@@ -227,12 +228,9 @@ TEMPLATES_REFUSED = {
 
 @pytest.mark.parametrize("case", TEMPLATES_REFUSED)
 def test_a_template_that_cannot_be_used_is_refused(case: str, tmp_path: Path) -> None:
-    pytest.importorskip("tokenizers")
     template, assistant_only, words = TEMPLATES_REFUSED[case]
-    tokenizer = build_tokenizer(tmp_path / "t", template=template)
-    jsonl = write_jsonl(tmp_path / "c.jsonl", conversations(2))
     with pytest.raises(WlbError, match=words):
-        made_of(jsonl, tokenizer, tmp_path, "default", assistant_only=assistant_only)
+        by_template(template, conversations(2), tmp_path, assistant_only=assistant_only)
 
 
 def test_bad_lines_are_listed_with_file_and_number_or_skipped_and_counted(
@@ -241,15 +239,8 @@ def test_bad_lines_are_listed_with_file_and_number_or_skipped_and_counted(
     """A byte order mark, blank lines and Windows' line ends pass. Shards of 200 bytes: numbers are of the file."""
     jsonl = tmp_path / "c.jsonl"
     good = [line_of(*each) for each in conversations(6)]
-    rows = [
-        b"\xef\xbb\xbf" + good[0],
-        b"",
-        good[1] + b"\r",
-        b"{",
-        *good[2:4],
-        BAD["two answers"][0],
-        *good[4:],
-    ]
+    rows = [b"\xef\xbb\xbf" + good[0], b"", good[1] + b"\r", b"{", *good[2:4]]
+    rows += [BAD["two answers"][0], *good[4:]]
     jsonl.write_bytes(b"\n".join(rows))
     with pytest.raises(WlbError) as raised:
         made_of(jsonl, tokenizer, tmp_path / "k", shard_bytes=1 << 20)
@@ -320,6 +311,13 @@ def test_shards_processes_and_a_kill_leave_the_same_files(tokenizer: Path, tmp_p
 PATIENCE = Patience(look=0.01, beat=0.02, dead=0.3, failed=0.1, line=0.05)
 
 
+def build_by(
+    rank: int, made: Path, lock: Path, build: Any, *, may_build: bool = True, say: Any = print
+) -> None:
+    how = {"may_build": may_build, "who": f"rank {rank}", "say": say, "patience": PATIENCE}
+    build_shared(made.exists, lock, build, **how)
+
+
 def test_others_wait_for_the_one_that_builds_and_say_what_for(tmp_path: Path) -> None:
     made, said, built = tmp_path / "made", [], []
 
@@ -330,13 +328,7 @@ def test_others_wait_for_the_one_that_builds_and_say_what_for(tmp_path: Path) ->
         made.write_text("x")
 
     def one(may_build: bool, number: int) -> None:
-        build_shared(
-            *(made.exists, tmp_path / "lock", build),
-            may_build=may_build,
-            who=f"rank {number}",
-            say=said.append,
-            patience=PATIENCE,
-        )
+        build_by(number, made, tmp_path / "lock", build, may_build=may_build, say=said.append)
 
     ranks = [threading.Thread(target=one, args=(number < 2, number)) for number in range(4)]
     for rank in ranks:
@@ -351,13 +343,7 @@ def test_a_lock_whose_owner_died_is_taken_over_and_an_error_reaches_those_who_wa
     made, lock = tmp_path / "made", tmp_path / "lock"
     lock.mkdir()
     (lock / "status.json").write_text(json.dumps({"who": "rank 0", "does": "x", "beat": 4}))
-    build_shared(
-        *(made.exists, lock, lambda report: made.write_text("x") and None),
-        may_build=True,
-        who="rank 1",
-        say=print,
-        patience=PATIENCE,
-    )
+    build_by(1, made, lock, lambda report: made.write_text("x") and None)
     made.unlink()
 
     def fail(report: Any) -> None:
@@ -365,16 +351,14 @@ def test_a_lock_whose_owner_died_is_taken_over_and_an_error_reaches_those_who_wa
 
     def wait() -> None:
         with pytest.raises(WlbError, match=r"rank 0 on .* failed: line 7 is bad"):
-            build_shared(
-                *(made.exists, lock, fail), may_build=False, who="rank 1", say=print, patience=PATIENCE
-            )
+            build_by(1, made, lock, fail, may_build=False)
         waited.append(True)
 
     waited: list[bool] = []
     waiting = threading.Thread(target=wait)
     waiting.start()
     with pytest.raises(WlbError, match="line 7"):
-        build_shared(*(made.exists, lock, fail), may_build=True, who="rank 0", say=print, patience=PATIENCE)
+        build_by(0, made, lock, fail)
     waiting.join()
     assert waited and not made.exists()
 
@@ -461,13 +445,8 @@ def test_sft_index_takes_a_job_s_flags_in_their_own_names(
     pytest.importorskip("transformers")
     jsonl = tmp_path / "conversations.jsonl"
     jsonl.write_text("".join(json.dumps({"messages": turns}) + "\n" for turns in conversations(3)) + "{}\n")
-    flags = [
-        "--sft-tokenizer-prompt-format",
-        "nemotron-nano-v2",
-        "--data-cache-path",
-        str(tmp_path / "cache"),
-    ]
-    command = ["sft-index", str(jsonl), *flags, "--wlb-sft-skip-bad-lines", "--wlb-sft-drop-tools"]
+    flags = f"--sft-tokenizer-prompt-format nemotron-nano-v2 --data-cache-path {tmp_path}/cache"
+    command = f"sft-index {jsonl} {flags} --wlb-sft-skip-bad-lines --wlb-sft-drop-tools".split()
     assert main([*command, "--tokenizer-model", str(tokenizer)]) == 0
     assert list((tmp_path / "cache").rglob("*.mask"))
     missing = tmp_path / "absent"

@@ -54,6 +54,14 @@ DATA=() TRAINING=() WLB=(--wlb-log {folder}/steps.jsonl)
     return script
 
 
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> Path:
+    """The folder of the job's checkpoints."""
+    folder = tmp_path / "checkpoints" / "night"
+    folder.mkdir(parents=True)
+    return folder
+
+
 SRUN = """#!/usr/bin/env bash
 # Stands for srun: notes its own arguments, runs the task for ranks 0, 1 and 2 of 3, one on each node, ends with STATUS.
 # With SIGNAL, the batch script is signalled first.
@@ -174,10 +182,9 @@ def test_the_batch_script_starts_every_rank_with_what_torch_and_megatron_ask_for
     ],
 )
 def test_a_run_that_fails_is_queued_again_only_where_it_had_come_further(
-    saved: str, status: int, queued: bool, message: str, tmp_path: Path
+    saved: str, status: int, queued: bool, message: str, checkpoints: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "checkpoints/night").mkdir(parents=True)
-    (tmp_path / "checkpoints/night/latest_checkpointed_iteration.txt").write_text("600")
+    (checkpoints / "latest_checkpointed_iteration.txt").write_text("600")
     code, log, _ = run_with_stubs(SCRIPT, tmp_path, status, saved)
     assert re.search(message, log), log
     assert code == (0 if queued else status)
@@ -196,9 +203,8 @@ def test_a_run_that_fails_is_queued_again_only_where_it_had_come_further(
     ],
 )
 def test_a_node_whose_task_failed_is_left_out_where_there_are_others(
-    usable: str, excluded: str, goes_on_without: str, tmp_path: Path
+    usable: str, excluded: str, goes_on_without: str, checkpoints: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "checkpoints" / "night").mkdir(parents=True)
     _, log, _ = run_with_stubs(SCRIPT, tmp_path, 1, "700", USABLE=usable, EXCLUDED=excluded)
     asked = (tmp_path / "scontrol").read_text().splitlines()
     assert asked[0] == "requeue 40123"
@@ -206,9 +212,9 @@ def test_a_node_whose_task_failed_is_left_out_where_there_are_others(
     assert (f"goes on without {goes_on_without.replace(',', ' ')}" in log) == bool(goes_on_without)
 
 
-def test_why_a_run_failed_is_told_in_the_jobs_log_and_a_full_disk_ends_it(tmp_path: Path) -> None:
-    checkpoints = tmp_path / "checkpoints" / "night"
-    checkpoints.mkdir(parents=True)
+def test_why_a_run_failed_is_told_in_the_jobs_log_and_a_full_disk_ends_it(
+    checkpoints: Path, tmp_path: Path
+) -> None:
     line = "wlb_megatron: error: cannot save in /full: No space left on device"
     code, log, _ = run_with_stubs(SCRIPT, tmp_path, 1, "700", SAYS=line, SLURM_RESTART_COUNT="1")
     assert code == 1 and f"failed with status 1, first on node8; {line}\n" in log
@@ -223,9 +229,7 @@ def test_why_a_run_failed_is_told_in_the_jobs_log_and_a_full_disk_ends_it(tmp_pa
     assert "ended after 3 starts in a row without a new checkpoint" in log
 
 
-def test_a_job_whose_folder_another_running_job_has_does_not_start(tmp_path: Path) -> None:
-    checkpoints = tmp_path / "checkpoints" / "night"
-    checkpoints.mkdir(parents=True)
+def test_a_job_whose_folder_another_running_job_has_does_not_start(checkpoints: Path, tmp_path: Path) -> None:
     (checkpoints / "job").write_text("40120\n")
     with pytest.raises(FileNotFoundError):  # srun was not called
         run_with_stubs(SCRIPT, tmp_path, 0, "50000")
@@ -234,14 +238,14 @@ def test_a_job_whose_folder_another_running_job_has_does_not_start(tmp_path: Pat
     assert (checkpoints / "job").read_text() == "40123\n"
 
 
-def test_fsdp_gets_the_connections_that_it_asks_for(tmp_path: Path) -> None:
-    (tmp_path / "checkpoints" / "night").mkdir(parents=True)
+def test_fsdp_gets_the_connections_that_it_asks_for(checkpoints: Path, tmp_path: Path) -> None:
     run_with_stubs(SCRIPT, tmp_path, 0, "50000", "--use-megatron-fsdp")
     assert (tmp_path / "environment").read_text().split()[1:] == ["8", "96"]
 
 
-def test_a_job_signalled_three_times_before_it_has_saved_is_not_queued_again(tmp_path: Path) -> None:
-    (tmp_path / "checkpoints" / "night").mkdir(parents=True)
+def test_a_job_signalled_three_times_before_it_has_saved_is_not_queued_again(
+    checkpoints: Path, tmp_path: Path
+) -> None:
     asked, queued = tmp_path / "scontrol", []
     for start, saved in enumerate(["", "", "700", "", "", ""]):
         code, log, _ = run_with_stubs(
@@ -255,9 +259,7 @@ def test_a_job_signalled_three_times_before_it_has_saved_is_not_queued_again(tmp
     assert "3 starts in a row without a new checkpoint: see why in" in log
 
 
-def test_a_release_checkpoint_counts_as_iteration_0(tmp_path: Path) -> None:
-    checkpoints = tmp_path / "checkpoints" / "night"
-    checkpoints.mkdir(parents=True)
+def test_a_release_checkpoint_counts_as_iteration_0(checkpoints: Path, tmp_path: Path) -> None:
     (checkpoints / "latest_checkpointed_iteration.txt").write_text("release")
     _, log, _ = run_with_stubs(SCRIPT, tmp_path, 1, "")
     assert "from iteration 0," in log and "ended with status 1 at iteration 0 of" in log
