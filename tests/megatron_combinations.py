@@ -28,6 +28,8 @@ class Combination:
 
 
 TP, PP, CP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size"
+TP2, PP2, CP2 = f"{TP} 2", f"{PP} 2", f"{CP} 2"
+SP = f"{TP2} --sequence-parallel"
 MOE = (
     "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall "
     "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01"
@@ -43,6 +45,12 @@ BY_DOCUMENT_ALONE = (
     + " --moe-z-loss-coeff 0.01"
 )
 """Those losses of routers that do not depend on which documents share a micro-batch."""
+BIASES = "--moe-router-score-function sigmoid --moe-router-enable-expert-bias"
+SHARED_EXPERTS = "--moe-shared-expert-intermediate-size 64"
+LOCAL_EP = "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
+EP = "--expert-model-parallel-size 2"
+TIED = "--untie-embeddings-and-output-weights"
+"""Left out, so that embeddings are tied."""
 SHARDED = "--use-distributed-optimizer"
 OVERLAPS = f"{SHARDED} --overlap-grad-reduce --overlap-param-gather"
 MEGATRON_FSDP = (
@@ -50,7 +58,8 @@ MEGATRON_FSDP = (
     "optim_grads_params"
 )
 FSDP2 = "--use-torch-fsdp2 --ckpt-format torch_dist"
-VPP = f"{PP} 2 --num-virtual-stages-per-pipeline-rank 2"
+VPP = f"{PP2} --num-virtual-stages-per-pipeline-rank 2"
+VPP4 = VPP.replace(" 2 ", " 4 ", 1)
 
 FP8 = "--fp8-format hybrid --fp8-recipe"
 FP8_DELAYED = f"{FP8} delayed"
@@ -63,6 +72,7 @@ MLA = (
 WINDOWS = "--window-size 200,0 --window-attn-skip-freq 2 --softmax-type learnable"
 RECOMPUTE = "--recompute-granularity full --recompute-num-layers 1 --recompute-method"
 
+FULL, SELECTIVE = f"{RECOMPUTE} uniform", "--recompute-granularity selective"
 REHEARSED = "--wlb-rehearsal always"
 PATTERN = "--hybrid-layer-pattern"
 
@@ -74,66 +84,51 @@ GPU: tuple[Combination, ...] = (
     Combination("one GPU, HybridModel", 1, f"{PATTERN} *-*-*-*-"),
     Combination("one GPU, HybridModel, MoE", 1, f"{PATTERN} *E*E*E*E", EXPERTS),
     Combination(
-        "one GPU, HybridModel, some layers kept",
-        *(1, f"{PATTERN} *-*-*-*- {RECOMPUTE} uniform"),
-        available="26000000",
+        "one GPU, HybridModel, some layers kept", *(1, f"{PATTERN} *-*-*-*- {FULL}"), available="26000000"
     ),
-    Combination(
-        "one GPU, FP8 delayed, some layers kept",
-        *(1, f"{RECOMPUTE} uniform", f"{FP8} delayed"),
-        available="26000000",
-    ),
+    Combination("one GPU, FP8 delayed, some layers kept", *(1, FULL, f"{FP8} delayed"), available="26000000"),
     Combination("one GPU, chunks, MTP of 1", 1, LONG_CHUNKS, f"--mtp-num-layers 1 {LONG_WHOLE}"),
     Combination("one GPU, chunks, seq_aux_loss", 1, LONG_CHUNKS, f"{BY_DOCUMENT_ALONE} {LONG_WHOLE}"),
     Combination("one GPU, layers offloaded", 1, "--cpu-offloading-num-layers 2"),
-    Combination("one GPU, selective recompute", 1, "--recompute-granularity selective"),
+    Combination("one GPU, selective recompute", 1, SELECTIVE),
     Combination("one GPU, FP8 delayed, after a rehearsal", 1, REHEARSED, f"{FP8} delayed"),
     Combination("one GPU, FP8 blockwise, after a rehearsal", 1, REHEARSED, f"{FP8} blockwise"),
     Combination("one GPU, MoE, after a rehearsal", 1, REHEARSED, EXPERTS),
     Combination("one GPU, distributed optimizer, overlaps", 1, OVERLAPS),
-    Combination("TP2", 2, f"{TP} 2", stock=True),
-    Combination(
-        "TP2+SP, EP2, MoE, overlaps",
-        2,
-        f"{TP} 2 --sequence-parallel --expert-model-parallel-size 2 --expert-tensor-parallel-size 1 {OVERLAPS}",
-        EXPERTS,
-    ),
-    Combination("CP2, layers offloaded", 2, f"{CP} 2 --cpu-offloading-num-layers 2"),
-    Combination("CP2, Megatron-FSDP", 2, f"{CP} 2 {MEGATRON_FSDP}", needs="einops"),
-    Combination("CP2, selective recompute", 2, f"{CP} 2 --recompute-granularity selective"),
-    Combination("PP2, tied embeddings", 2, f"{PP} 2", without="--untie-embeddings-and-output-weights"),
-    Combination("CP2, FP8 delayed, after a rehearsal", 2, f"{CP} 2 {REHEARSED}", f"{FP8} delayed"),
+    Combination("TP2", 2, TP2, stock=True),
+    Combination("TP2+SP, EP2, MoE, overlaps", 2, f"{SP} {LOCAL_EP} {OVERLAPS}", EXPERTS),
+    Combination("CP2, layers offloaded", 2, f"{CP2} --cpu-offloading-num-layers 2"),
+    Combination("CP2, Megatron-FSDP", 2, f"{CP2} {MEGATRON_FSDP}", needs="einops"),
+    Combination("CP2, selective recompute", 2, f"{CP2} {SELECTIVE}"),
+    Combination("PP2, tied embeddings", 2, PP2, without=TIED),
+    Combination("CP2, FP8 delayed, after a rehearsal", 2, f"{CP2} {REHEARSED}", f"{FP8} delayed"),
     Combination(
         "CP2, FP8 delayed, some layers kept",
-        *(2, f"{CP} 2 {RECOMPUTE} uniform", f"{FP8} delayed"),
+        *(2, f"{CP2} {FULL}", f"{FP8} delayed"),
         available="17000000,16000000",
     ),
-    Combination("CP2, FP8 blockwise", 2, f"{CP} 2", f"{FP8} blockwise"),
-    Combination(
-        "CP2, EP2, MoE, after a rehearsal", 2, f"{CP} 2 --expert-model-parallel-size 2 {REHEARSED}", EXPERTS
-    ),
-    Combination("CP2", 2, f"{CP} 2"),
-    Combination("CP2, HybridModel", 2, f"{CP} 2 {PATTERN} *-*-*-*-"),
-    Combination("TP2+SP", 2, f"{TP} 2 --sequence-parallel", stock=True),
-    Combination("PP2", 2, f"{PP} 2"),
+    Combination("CP2, FP8 blockwise", 2, CP2, f"{FP8} blockwise"),
+    Combination("CP2, EP2, MoE, after a rehearsal", 2, f"{CP2} {EP} {REHEARSED}", EXPERTS),
+    Combination("CP2", 2, CP2),
+    Combination("CP2, HybridModel", 2, f"{CP2} {PATTERN} *-*-*-*-"),
+    Combination("TP2+SP", 2, SP, stock=True),
+    Combination("PP2", 2, PP2),
     Combination("VPP2 on PP2", 2, VPP),
     Combination("DP2, distributed optimizer, overlaps", 2, OVERLAPS),
-    Combination(
-        "CP2, EP2, MoE, grouped, shared experts", 2, f"{CP} 2 --expert-model-parallel-size 2", EXPERTS
-    ),
-    Combination("CP2, full recompute", 2, f"{CP} 2 {RECOMPUTE} uniform"),
-    Combination("CP2, FP8 tensorwise", 2, f"{CP} 2", f"{FP8} tensorwise"),
-    Combination("CP2, MLA", 2, f"{CP} 2", MLA, without="--group-query-attention"),
-    Combination("CP2, windows, sinks", 2, f"{CP} 2", WINDOWS),
-    Combination("CP2, MTP of 2", 2, f"{CP} 2", "--mtp-num-layers 2"),
-    Combination("CP2, distributed optimizer, overlaps", 2, f"{CP} 2 {OVERLAPS}"),
+    Combination("CP2, EP2, MoE, grouped, shared experts", 2, f"{CP2} {EP}", EXPERTS),
+    Combination("CP2, full recompute", 2, f"{CP2} {FULL}"),
+    Combination("CP2, FP8 tensorwise", 2, CP2, f"{FP8} tensorwise"),
+    Combination("CP2, MLA", 2, CP2, MLA, without="--group-query-attention"),
+    Combination("CP2, windows, sinks", 2, CP2, WINDOWS),
+    Combination("CP2, MTP of 2", 2, CP2, "--mtp-num-layers 2"),
+    Combination("CP2, distributed optimizer, overlaps", 2, f"{CP2} {OVERLAPS}"),
     Combination(
         "CP2, fine-grained offloading",
         2,
-        f"{CP} 2 --fine-grained-activation-offloading --min-offloaded-tensor-size 1024 "
+        f"{CP2} --fine-grained-activation-offloading --min-offloaded-tensor-size 1024 "
         "--offload-modules core_attn attn_proj attn_norm mlp_norm qkv_linear",
     ),
-    Combination("CP2, torch FSDP2", 2, f"{CP} 2 {FSDP2}"),
+    Combination("CP2, torch FSDP2", 2, f"{CP2} {FSDP2}"),
 )
 """For one or two GPUs (NCCL, Transformer Engine, bf16); those that are in no file of docs/results come first."""
 
@@ -160,7 +155,6 @@ HETEROGENEOUS = json.dumps(
 
 MTP = "--mtp-num-layers"
 EIGHT = "--num-layers 8"
-EP = "--expert-model-parallel-size 2"
 
 WHOLE = "--wlb-chunks off --wlb-max-delay 0 --wlb-max-tokens 256"
 CHUNKS = "--wlb-chunks on --wlb-quadratic-at 80 --wlb-micro-batch-cost 2 --wlb-max-tokens 80"
@@ -192,21 +186,21 @@ IN_CHUNKS: tuple[Combination, ...] = (
     _in_chunks(", no p2p overlap", 4, 2, "--no-overlap-p2p-communication"),
     _in_chunks(", overlap in warm-up and flush", 2, 2, "--overlap-p2p-communication-warmup-flush"),
     _in_chunks(", groups of 4", 2, 2, "--microbatch-group-size-per-virtual-pipeline-stage 4"),
-    _in_chunks(", CP2", 2, 2, f"{CP} 2", processes=4),
-    _in_chunks(", TP2+SP", 2, 2, f"{TP} 2 --sequence-parallel", processes=4),
+    _in_chunks(", CP2", 2, 2, CP2, processes=4),
+    _in_chunks(", TP2+SP", 2, 2, SP, processes=4),
     _in_chunks(", DP2, distributed optimizer", 2, 2, OVERLAPS, processes=4),
     _in_chunks(", EP2", 2, 2, EP, BY_DOCUMENT_ALONE, 4),
-    _in_chunks(", tied embeddings", 2, 2, without="--untie-embeddings-and-output-weights"),
-    _in_chunks(", full recompute", 2, 2, f"{RECOMPUTE} uniform"),
+    _in_chunks(", tied embeddings", 2, 2, without=TIED),
+    _in_chunks(", full recompute", 2, 2, FULL),
     _in_chunks(
         ", CP2, selective recompute, keys sent again",
-        *(2, 2, f"{CP} 2 --recompute-granularity selective --wlb-regather-keys"),
+        *(2, 2, f"{CP2} {SELECTIVE} --wlb-regather-keys"),
         processes=4,
     ),
     Combination(
         "chunks, uneven pipeline layout, VPP2 on PP2",
         2,
-        f"{PP} 2 --pipeline-model-parallel-layout Ett|t|ttt|tL {CHUNKS}",
+        f"{PP2} --pipeline-model-parallel-layout Ett|t|ttt|tL {CHUNKS}",
         f"--num-layers 7 {WHOLE}",
     ),
     *(
@@ -215,51 +209,46 @@ IN_CHUNKS: tuple[Combination, ...] = (
             *(processes, f"{layout} {CHUNKS}", f"{FOUR} {BY_DOCUMENT_ALONE} {WHOLE}"),
         )
         for name, processes, layout in (
-            ("PP2", 2, f"{PP} 2"),
-            ("PP2xCP2", 4, f"{PP} 2 {CP} 2"),
-            ("TP2xPP2+SP", 4, f"{PP} 2 {TP} 2 --sequence-parallel"),
-            ("EP2xPP2", 4, f"{PP} 2 {EP}"),
+            ("PP2", 2, PP2),
+            ("PP2xCP2", 4, f"{PP2} {CP2}"),
+            ("TP2xPP2+SP", 4, f"{PP2} {SP}"),
+            ("EP2xPP2", 4, f"{PP2} {EP}"),
             ("VPP2 on PP2", 2, VPP),
-            ("VPP2 on PP2, CP2, full recompute", 4, f"{VPP} {CP} 2 {RECOMPUTE} uniform"),
+            ("VPP2 on PP2, CP2, full recompute", 4, f"{VPP} {CP2} {FULL}"),
             ("DP2 on one stage, overlaps", 2, OVERLAPS),
         )
     ),
     _in_chunks(", MTP of 2", 2, 2, model=f"{MTP} 2"),
-    _in_chunks(", MTP of 2 in one layer, CP2", 2, 2, f"{CP} 2", f"{MTP} 2 --mtp-use-repeated-layer", 4),
-    Combination("chunks, MTP of 1, PP2", 2, f"{PP} 2 {CHUNKS}", f"{MTP} 1 {WHOLE}"),
-    Combination("chunks, MTP of 2, CP2xPP2", 4, f"{CP} 2 {PP} 2 {CHUNKS}", f"{MTP} 2 {WHOLE}"),
+    _in_chunks(", MTP of 2 in one layer, CP2", 2, 2, CP2, f"{MTP} 2 --mtp-use-repeated-layer", 4),
+    Combination("chunks, MTP of 1, PP2", 2, f"{PP2} {CHUNKS}", f"{MTP} 1 {WHOLE}"),
+    Combination("chunks, MTP of 2, CP2xPP2", 4, f"{CP2} {PP2} {CHUNKS}", f"{MTP} 2 {WHOLE}"),
     Combination(
         "chunks, MTP of 1, TP2xPP2+SP, full recompute",
-        *(4, f"{TP} 2 {PP} 2 --sequence-parallel {RECOMPUTE} uniform {CHUNKS}", f"{MTP} 1 {WHOLE}"),
+        *(4, f"{TP2} {PP2} --sequence-parallel {FULL} {CHUNKS}", f"{MTP} 1 {WHOLE}"),
     ),
-    Combination("chunks, MTP of 2, DP2xPP2, overlaps", 4, f"{PP} 2 {OVERLAPS} {CHUNKS}", f"{MTP} 2 {WHOLE}"),
+    Combination("chunks, MTP of 2, DP2xPP2, overlaps", 4, f"{PP2} {OVERLAPS} {CHUNKS}", f"{MTP} 2 {WHOLE}"),
     Combination("chunks, MTP of 1, torch FSDP2", 2, f"{FSDP2} {CHUNKS}", f"{MTP} 1 {WHOLE}"),
 )
 
 CPU: tuple[Combination, ...] = (
     *IN_CHUNKS,
-    Combination("TP2", 2, f"{TP} 2", stock=True),
-    Combination("TP2+SP", 2, f"{TP} 2 --sequence-parallel", stock=True),
-    Combination("PP2", 2, f"{PP} 2"),
+    Combination("TP2", 2, TP2, stock=True),
+    Combination("TP2+SP", 2, SP, stock=True),
+    Combination("PP2", 2, PP2),
     Combination("PP4", 4, f"{PP} 4", FOUR),
-    Combination("CP2", 2, f"{CP} 2"),
+    Combination("CP2", 2, CP2),
     Combination("CP4, adaptive sharding", 4, f"{CP} 4 --wlb-sharding adaptive"),
     Combination("DP2", 2),
     Combination("DP4", 4),
-    Combination("TP2xCP2+SP", 4, f"{TP} 2 {CP} 2 --sequence-parallel"),
-    Combination("TP2xPP2", 4, f"{TP} 2 {PP} 2 --sequence-parallel"),
-    Combination("CP2xPP2", 4, f"{CP} 2 {PP} 2"),
-    Combination("DP2xPP2, distributed optimizer", 4, f"{PP} 2 {OVERLAPS}"),
-    Combination("DP2xCP2, distributed optimizer", 4, f"{CP} 2 {OVERLAPS}"),
-    Combination("uneven PP2 (1 and 3 layers)", 2, f"{PP} 2 --decoder-first-pipeline-num-layers 1", FOUR),
-    Combination("tied embeddings, PP2", 2, f"{PP} 2", without="--untie-embeddings-and-output-weights"),
+    Combination("TP2xCP2+SP", 4, f"{TP2} {CP2} --sequence-parallel"),
+    Combination("TP2xPP2", 4, f"{TP2} {PP2} --sequence-parallel"),
+    Combination("CP2xPP2", 4, f"{CP2} {PP2}"),
+    Combination("DP2xPP2, distributed optimizer", 4, f"{PP2} {OVERLAPS}"),
+    Combination("DP2xCP2, distributed optimizer", 4, f"{CP2} {OVERLAPS}"),
+    Combination("uneven PP2 (1 and 3 layers)", 2, f"{PP2} --decoder-first-pipeline-num-layers 1", FOUR),
+    Combination("tied embeddings, PP2", 2, PP2, without=TIED),
     Combination("VPP2 on PP2", 2, VPP, FOUR),
-    Combination(
-        "VPP2 on PP4, no p2p overlap",
-        4,
-        VPP.replace(" 2 ", " 4 ", 1) + " --no-overlap-p2p-communication",
-        EIGHT,
-    ),
+    Combination("VPP2 on PP4, no p2p overlap", 4, f"{VPP4} --no-overlap-p2p-communication", EIGHT),
     Combination(
         "VPP2 on PP2, overlap in warm-up and flush",
         2,
@@ -269,94 +258,71 @@ CPU: tuple[Combination, ...] = (
     Combination(
         "VPP2 on PP2, groups of 4", 2, f"{VPP} --microbatch-group-size-per-virtual-pipeline-stage 4", FOUR
     ),
-    Combination("VPP2 on PP4 = micro-batches", 4, VPP.replace(" 2 ", " 4 ", 1), EIGHT),
-    Combination("VPP2 on PP2, CP2", 4, f"{VPP} {CP} 2", FOUR),
+    Combination("VPP2 on PP4 = micro-batches", 4, VPP4, EIGHT),
+    Combination("VPP2 on PP2, CP2", 4, f"{VPP} {CP2}", FOUR),
     Combination("VPP2 on PP2, DP2, distributed optimizer", 4, f"{VPP} {OVERLAPS}", FOUR),
     Combination("distributed optimizer, DP2, overlaps", 2, OVERLAPS),
     Combination("distributed optimizer, context of 1", 1, OVERLAPS),
-    Combination("Megatron-FSDP, DP2xCP2", 4, f"{CP} 2 {MEGATRON_FSDP}", needs="einops"),
-    Combination(
-        "Megatron-FSDP, TP2xDP2+SP", 4, f"{TP} 2 --sequence-parallel {MEGATRON_FSDP}", needs="einops"
-    ),
-    Combination("torch FSDP2, dynamic groups, DP2xCP2", 4, f"{CP} 2 {FSDP2} --wlb-cp-mode dynamic"),
-    Combination("torch FSDP2, DP2xCP2", 4, f"{CP} 2 {FSDP2}"),
-    Combination("torch FSDP2, TP2xDP2+SP", 4, f"{TP} 2 --sequence-parallel {FSDP2}", FOUR),
-    Combination("full recompute uniform, CP2", 2, f"{CP} 2 {RECOMPUTE} uniform"),
-    Combination("full recompute block, PP2", 2, f"{PP} 2 {RECOMPUTE} block", FOUR),
-    Combination("selective recompute, TP2", 2, f"{TP} 2 --recompute-granularity selective"),
+    Combination("Megatron-FSDP, DP2xCP2", 4, f"{CP2} {MEGATRON_FSDP}", needs="einops"),
+    Combination("Megatron-FSDP, TP2xDP2+SP", 4, f"{SP} {MEGATRON_FSDP}", needs="einops"),
+    Combination("torch FSDP2, dynamic groups, DP2xCP2", 4, f"{CP2} {FSDP2} --wlb-cp-mode dynamic"),
+    Combination("torch FSDP2, DP2xCP2", 4, f"{CP2} {FSDP2}"),
+    Combination("torch FSDP2, TP2xDP2+SP", 4, f"{SP} {FSDP2}", FOUR),
+    Combination("full recompute uniform, CP2", 2, f"{CP2} {FULL}"),
+    Combination("full recompute block, PP2", 2, f"{PP2} {RECOMPUTE} block", FOUR),
+    Combination("selective recompute, TP2", 2, f"{TP2} {SELECTIVE}"),
     Combination("EP2", 2, EP, MOE),
-    Combination("EP2, shared experts", 2, EP, f"{MOE} --moe-shared-expert-intermediate-size 64"),
-    Combination("EP2xTP2+SP", 4, f"{EP} {TP} 2 --expert-tensor-parallel-size 1 --sequence-parallel", MOE),
-    Combination("MoE, CP2", 2, f"{CP} 2", MOE),
-    Combination("MoE balanced by document, CP2", 2, f"{CP} 2", BY_DOCUMENT),
-    Combination(
-        "MoE balanced by document, TP2+SP, VPP2 on PP2",
-        4,
-        f"{TP} 2 --sequence-parallel {VPP}",
-        f"{FOUR} {BY_DOCUMENT}",
-    ),
-    Combination(
-        "MoE balanced by document, full recompute, CP2xPP2",
-        4,
-        f"{CP} 2 {PP} 2 {RECOMPUTE} uniform",
-        BY_DOCUMENT,
-    ),
-    Combination("MoE, allgather, EP2 in CP2, PP2", 4, f"{EP} {CP} 2 {PP} 2", ALLGATHER),
-    Combination("MoE, allgather, TP2+SP, DP2", 4, f"{TP} 2 --sequence-parallel", ALLGATHER),
+    Combination("EP2, shared experts", 2, EP, f"{MOE} {SHARED_EXPERTS}"),
+    Combination("EP2xTP2+SP", 4, f"{EP} {TP2} --expert-tensor-parallel-size 1 --sequence-parallel", MOE),
+    Combination("MoE, CP2", 2, CP2, MOE),
+    Combination("MoE balanced by document, CP2", 2, CP2, BY_DOCUMENT),
+    Combination("MoE balanced by document, TP2+SP, VPP2 on PP2", 4, f"{SP} {VPP}", f"{FOUR} {BY_DOCUMENT}"),
+    Combination("MoE balanced by document, full recompute, CP2xPP2", 4, f"{CP2} {PP2} {FULL}", BY_DOCUMENT),
+    Combination("MoE, allgather, EP2 in CP2, PP2", 4, f"{EP} {CP2} {PP2}", ALLGATHER),
+    Combination("MoE, allgather, TP2+SP, DP2", 4, SP, ALLGATHER),
     Combination(
         "MoE with z-loss and experts' biases, TP2+SP, PP2",
         4,
-        f"{TP} 2 {PP} 2 --sequence-parallel",
-        f"{MOE} --moe-z-loss-coeff 0.01 --moe-router-score-function sigmoid --moe-router-enable-expert-bias",
+        f"{TP2} {PP2} --sequence-parallel",
+        f"{MOE} --moe-z-loss-coeff 0.01 {BIASES}",
     ),
-    Combination(
-        "MoE with experts' biases after a rehearsal, EP2",
-        2,
-        f"{EP} {REHEARSED}",
-        f"{MOE} --moe-router-score-function sigmoid --moe-router-enable-expert-bias",
-    ),
-    Combination("MoE with z-loss, CP2", 2, f"{CP} 2", f"{MOE} --moe-z-loss-coeff 0.01"),
-    Combination("MoE, full recompute, CP2xPP2", 4, f"{CP} 2 {PP} 2 {RECOMPUTE} uniform", MOE),
-    Combination("MoE without aux loss, CP2", 2, f"{CP} 2", MOE.replace("0.01", "0")),
-    Combination("EP2xPP2, distributed optimizer", 4, f"{EP} {PP} 2 {OVERLAPS}", MOE),
-    Combination("MTP of 2, CP2xPP2", 4, f"{CP} 2 {PP} 2", f"{MTP} 2 --wlb-sharding adaptive"),
-    Combination("MTP of 1, MoE, TP2+SP, CP2", 4, f"{TP} 2 {CP} 2 --sequence-parallel", f"{MTP} 1 {MOE}"),
+    Combination("MoE with experts' biases after a rehearsal, EP2", 2, f"{EP} {REHEARSED}", f"{MOE} {BIASES}"),
+    Combination("MoE with z-loss, CP2", 2, CP2, f"{MOE} --moe-z-loss-coeff 0.01"),
+    Combination("MoE, full recompute, CP2xPP2", 4, f"{CP2} {PP2} {FULL}", MOE),
+    Combination("MoE without aux loss, CP2", 2, CP2, MOE.replace("0.01", "0")),
+    Combination("EP2xPP2, distributed optimizer", 4, f"{EP} {PP2} {OVERLAPS}", MOE),
+    Combination("MTP of 2, CP2xPP2", 4, f"{CP2} {PP2}", f"{MTP} 2 --wlb-sharding adaptive"),
+    Combination("MTP of 1, MoE, TP2+SP, CP2", 4, f"{TP2} {CP2} --sequence-parallel", f"{MTP} 1 {MOE}"),
     Combination("MTP of 2 in one layer, VPP2 on PP2", 2, VPP, f"{FOUR} {MTP} 2 --mtp-use-repeated-layer"),
-    Combination("qk-norm, LayerNorm, CP2", 2, f"{CP} 2", "--qk-layernorm --normalization LayerNorm"),
+    Combination("qk-norm, LayerNorm, CP2", 2, CP2, "--qk-layernorm --normalization LayerNorm"),
     Combination(
-        "MHA, GELU, biases, TP2",
-        2,
-        f"{TP} 2",
-        without="--group-query-attention --swiglu --disable-bias-linear",
+        "MHA, GELU, biases, TP2", 2, TP2, without="--group-query-attention --swiglu --disable-bias-linear"
     ),
-    Combination("MQA, CP2", 2, f"{CP} 2", "--num-query-groups 1"),
-    Combination("half rotary, base 1000, CP2", 2, f"{CP} 2", "--rotary-percent 0.5 --rotary-base 1000"),
-    Combination("interleaved rotary, CP2", 2, f"{CP} 2", "--rotary-interleaved"),
+    Combination("MQA, CP2", 2, CP2, "--num-query-groups 1"),
+    Combination("half rotary, base 1000, CP2", 2, CP2, "--rotary-percent 0.5 --rotary-base 1000"),
+    Combination("interleaved rotary, CP2", 2, CP2, "--rotary-interleaved"),
     Combination(
         "RoPE scaled and interpolated, layers without, L2 norm of queries and keys, output gate, CP2",
         2,
-        f"{CP} 2",
+        CP2,
         "--use-rope-scaling --rope-scaling-factor 4 --rotary-seq-len-interpolation-factor 2 --no-rope-freq 2 "
         "--qk-l2-norm --add-qkv-bias --attention-output-gate",
     ),
     Combination(
         "heterogeneous layers, CP2xTP2",
         4,
-        f"{CP} 2 {TP} 2",
+        f"{CP2} {TP2}",
         f"{FOUR} --use-rope-scaling --use-rotary-position-embeddings --heterogeneous-layers-config-encoded-json "
         f"{HETEROGENEOUS}",
     ),
     Combination(
-        "shared experts overlapped, EP2",
-        2,
-        EP,
-        f"{MOE} --moe-shared-expert-intermediate-size 64 --moe-shared-expert-overlap",
+        "shared experts overlapped, EP2", 2, EP, f"{MOE} {SHARED_EXPERTS} --moe-shared-expert-overlap"
     ),
-    Combination("MoE, global aux loss, CP2", 2, f"{CP} 2", MOE.replace("type aux", "type global_aux")),
+    Combination("MoE, global aux loss, CP2", 2, CP2, MOE.replace("type aux", "type global_aux")),
     Combination(
         "pipeline layout, ranks in another order, VPP2 on PP2, DP2",
         4,
-        f"{PP} 2 --pipeline-model-parallel-layout Et|t|t|tL --use-tp-pp-dp-mapping {OVERLAPS}",
+        f"{PP2} --pipeline-model-parallel-layout Et|t|t|tL --use-tp-pp-dp-mapping {OVERLAPS}",
         FOUR,
     ),
     Combination(
@@ -368,31 +334,31 @@ CPU: tuple[Combination, ...] = (
     Combination(
         "full recompute, saved activations distributed, TP2",
         2,
-        f"{TP} 2 {RECOMPUTE} uniform --distribute-saved-activations",
+        f"{TP2} {FULL} --distribute-saved-activations",
     ),
     Combination(
         "MLP in chunks, recomputed, fused cross entropy, a2a asked for, CP2",
         2,
-        f"{CP} 2 --cp-comm-type a2a --recompute-granularity selective --recompute-modules mlp core_attn",
+        f"{CP2} --cp-comm-type a2a {SELECTIVE} --recompute-modules mlp core_attn",
         "--mlp-chunks-for-training 2 --cross-entropy-loss-fusion",
     ),
-    Combination("FP8 delayed, full recompute, DP2xPP2", 4, f"{PP} 2 {RECOMPUTE} uniform", FP8_DELAYED),
-    Combination("evaluation inside, PP2", 2, f"{PP} 2 --eval-iters 1 --eval-interval 1"),
+    Combination("FP8 delayed, full recompute, DP2xPP2", 4, f"{PP2} {FULL}", FP8_DELAYED),
+    Combination("evaluation inside, PP2", 2, f"{PP2} --eval-iters 1 --eval-interval 1"),
     Combination("evaluation inside, VPP2 on PP2", 2, f"{VPP} --eval-iters 1 --eval-interval 1", FOUR),
-    Combination("gated delta nets, CP2", 2, f"{CP} 2", DELTA_NETS),
-    Combination("gated delta nets, TP2+SP, CP2", 4, f"{TP} 2 --sequence-parallel {CP} 2", DELTA_NETS),
-    Combination("gated delta nets, PP2, DP2", 4, f"{PP} 2 {OVERLAPS}", DELTA_NETS),
-    Combination("gated delta nets, full recompute, CP2", 2, f"{CP} 2 {RECOMPUTE} uniform", DELTA_NETS),
+    Combination("gated delta nets, CP2", 2, CP2, DELTA_NETS),
+    Combination("gated delta nets, TP2+SP, CP2", 4, f"{SP} {CP2}", DELTA_NETS),
+    Combination("gated delta nets, PP2, DP2", 4, f"{PP2} {OVERLAPS}", DELTA_NETS),
+    Combination("gated delta nets, full recompute, CP2", 2, f"{CP2} {FULL}", DELTA_NETS),
     Combination(
         "gated delta nets of a GPTModel, full recompute, CP2",
         2,
-        f"{CP} 2 {RECOMPUTE} uniform",
+        f"{CP2} {FULL}",
         f"--experimental-attention-variant gated_delta_net --linear-attention-freq 2 {DELTA_NET}",
     ),
     Combination(
         "gated delta nets, MoE, EP2, TP2+SP",
         4,
-        f"{TP} 2 --sequence-parallel --expert-model-parallel-size 2 --expert-tensor-parallel-size 1",
+        f"{SP} {LOCAL_EP}",
         f"{DELTA_NETS} {MOE}".replace("G-*-G-", "GE*EG"),
     ),
 )
