@@ -19,7 +19,8 @@ from packing_oracle import (
     token_counts,
     trained,
 )
-from test_packing_plans import WINDOW, document_lengths
+from test_packing_chunks import SIZES as SIZES_IN_CHUNKS
+from test_packing_plans import WINDOW, document_lengths, sizes
 
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.packer import read_per_window
@@ -28,25 +29,17 @@ from wlb_megatron.pipeline.step_law import FACTORS
 from wlb_megatron.plan import IterationPlan, Piece
 from wlb_megatron.workload.cost_model import UNITS_PER_TOKEN, CostModel
 
-
-@st.composite
-def sizes(draw: st.DrawFn) -> dict[str, Any]:
-    pp = draw(st.sampled_from([2, 4]))
-    return {
-        "window": WINDOW,
-        "micro_batches": draw(st.integers(1, 6)),
-        "dp": draw(st.integers(1, 3)),
-        "pp": pp,
-        "max_documents": draw(st.sampled_from([2, 5, 4096])),
-        "max_tokens": draw(st.integers(WINDOW * 5 // 4, 2 * WINDOW)),
-        "max_delay": draw(st.integers(0, 6)),
-        "thresholds": draw(st.sampled_from(["none", "12", "6,13,24"])),
-        "micro_batches_per_window": draw(st.sampled_from(["auto", "1", "1.5", "2", "4", "8"])),
-    }
+SIZES = sizes(
+    pp=st.sampled_from([2, 4]),
+    max_tokens=st.integers(WINDOW * 5 // 4, 2 * WINDOW),
+    max_delay=st.integers(0, 6),
+    thresholds=st.sampled_from(["none", "12", "6,13,24"]),
+    micro_batches_per_window=st.sampled_from(["auto", "1", "1.5", "2", "4", "8"]),
+)
 
 
 @settings(max_examples=80, deadline=None)
-@given(document_lengths(), sizes(), st.booleans())
+@given(document_lengths(), SIZES, st.booleans())
 def test_every_token_trains_once_uncut_within_its_limits_and_its_bound_on_delay(
     lengths: list[int], size: dict[str, Any], endless: bool
 ) -> None:
@@ -64,18 +57,20 @@ def test_every_token_trains_once_uncut_within_its_limits_and_its_bound_on_delay(
         }
 
 
+@pytest.mark.parametrize("kind", [SIZES, SIZES_IN_CHUNKS], ids=["whole documents", "documents in chunks"])
 @settings(max_examples=60, deadline=None)
-@given(document_lengths().filter(bool), sizes(), st.integers(1, 8))
+@given(data=st.data(), lengths=document_lengths().filter(bool), stop=st.integers(1, 8))
 def test_a_resumed_run_plans_what_the_first_would_have(
-    lengths: list[int], size: dict[str, Any], stop: int
+    kind: Any, data: st.DataObject, lengths: list[int], stop: int
 ) -> None:
+    size = data.draw(kind)
     first, second = (make_planner(lengths, **size, endless=True) for _ in range(2))
     run(first, most=stop)
     assert run(resumed(first, second), most=6) == run(first, most=6)
 
 
 @settings(max_examples=60, deadline=None)
-@given(document_lengths().filter(bool), sizes())
+@given(document_lengths().filter(bool), SIZES)
 def test_no_more_tokens_are_held_at_once_than_with_one_micro_batch_a_window(
     lengths: list[int], size: dict[str, Any]
 ) -> None:
