@@ -173,6 +173,23 @@ def test_a_command_that_does_not_say_all_is_refused_in_one_line(refused):
     )
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--wlb-packing fixed-solver", "--wlb-packing fixed-solver: the planning commands compare with it"),
+        ("--hybrid-layer-pattern *E*E", "--hybrid-layer-pattern with E: it has experts"),
+        ("--hybrid-layer-pattern *-*-||*-*-", "with nothing between two |: a stage"),
+        ("--hybrid-layer-pattern **", "--hybrid-layer-pattern ** is not predicted"),
+        (
+            "--hybrid-layer-pattern *-|*-|*- --pipeline-model-parallel-size 2",
+            "has 3 parts, no multiple",
+        ),
+    ],
+)
+def test_a_command_that_training_refuses_is_not_predicted(flags, message, refused):
+    assert message in refused(f"analyze --world-size 2 --lengths 8,9 -- {JOB} {flags}")
+
+
 def test_a_blend_is_packed_in_the_order_of_training(tmp_path, monkeypatch):
     """The pieces are those of a stream over the same corpora and weights, whichever flag names them."""
     random = np.random.default_rng(5)

@@ -87,9 +87,9 @@ def _balancing(args: Any) -> bool:
 
 def _dispatcher(args: Any) -> str | None:
     """How experts' tokens travel, None without experts: "alltoall", "allgather", or the backend of "flex"."""
-    if not _get(args, "num_experts"):
+    kind = _get(args, "moe_token_dispatcher_type")
+    if not _get(args, "num_experts") or kind is None:  # analyze does not read it
         return None
-    kind = str(_get(args, "moe_token_dispatcher_type"))
     return str(_get(args, "moe_flex_dispatcher_backend") or "deepep") if kind == "flex" else kind
 
 
@@ -270,7 +270,13 @@ REFUSALS: tuple[Refusal, ...] = (
         "dsa replaces core attention, as the plugin does, and gdn2 has not been tried; drop it",
     ),
     Refusal(
-        lambda a, c: delta_nets(a) and (hasattr(a, "linear_cp_mode") or not hasattr(a, "cuda_graph_modules")),
+        lambda a, c: (
+            delta_nets(a)
+            and (
+                hasattr(a, "linear_cp_mode")
+                or (hasattr(a, "cuda_graph_scope") and not hasattr(a, "cuda_graph_modules"))
+            )
+        ),
         "--hybrid-layer-pattern with G / --experimental-attention-variant on Megatron 0.17 or dev",
         "0.17's layer takes no packed documents, and dev cuts tokens for its chunkwise mode itself; use megatron-core "
         "0.18.2, 0.19 or main",
@@ -306,6 +312,16 @@ REFUSALS: tuple[Refusal, ...] = (
         ),
         "--hybrid-layer-pattern without *",
         "the plugin plans attention over documents; a HybridModel needs a layer of it, and megatron-core 0.18",
+    ),
+    Refusal(
+        lambda a, c: "E" in (_get(a, "hybrid_layer_pattern") or "") and not _get(a, "num_experts"),
+        "--hybrid-layer-pattern with E",
+        "it has experts, of which no flag says how many; give --num-experts, or put - for E",
+    ),
+    Refusal(
+        lambda a, c: "" in (_get(a, "hybrid_layer_pattern") or "*").split("/")[0].split("|"),
+        "--hybrid-layer-pattern with nothing between two |",
+        "a stage or virtual stage would have no layers; put some there",
     ),
     Refusal(
         lambda a, c: {*(_get(a, "hybrid_layer_pattern") or "").partition("/")[2]} & {*"EG"},
@@ -484,8 +500,12 @@ REFUSALS: tuple[Refusal, ...] = (
 )
 
 
+def unsupported(args: Any, config: WlbConfig) -> list[str]:
+    """A line for every row of the table that applies. Flags that `args` lack are taken as not given."""
+    return [f"{row.flag}: {row.cure}." for row in REFUSALS if row.applies(args, config)]
+
+
 def refuse_unsupported(args: Any, config: WlbConfig) -> None:
-    """Raise Refused with every row of the table that applies, one line each."""
-    lines = [f"{row.flag}: {row.cure}." for row in REFUSALS if row.applies(args, config)]
-    if lines:
+    """Raise Refused with every row of the table that applies."""
+    if lines := unsupported(args, config):
         raise Refused("\n".join(lines))

@@ -11,6 +11,7 @@ from wlb_megatron.arguments import check_numbers, take_instead
 from wlb_megatron.bounds import RANKS, TOKENS, whole
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
+from wlb_megatron.refusals import unsupported
 from wlb_megatron.registry import CP_MODES, PACKERS, SHARDINGS
 
 NOT_HERE = (
@@ -204,13 +205,15 @@ def add_setting(parser: argparse.ArgumentParser, name: str) -> None:
 
 def settings(args: argparse.Namespace) -> WlbConfig:
     """The settings as given; args.notes gets a line on a value that is no longer offered. WlbError for a number that is
-    out of range, and for what would change nothing."""
+    out of range, for what would change nothing, and for a launch command that training refuses."""
     names = [setting.name for setting in fields(WlbConfig) if setting.name not in NOT_HERE]
     config, lines = take_instead(WlbConfig(**{name: getattr(args, name) for name in names}))
     args.notes = (*getattr(args, "notes", ()), *(f"note: {line}" for line in lines))
     check_numbers(config)
-    if not getattr(args, "launched", False):  # training takes them
+    if not getattr(args, "launched", False):  # training takes what changes nothing
         refuse_idle(config)
+    elif lines := unsupported(args, config):
+        raise UsageError(lines[0])
     return config
 
 

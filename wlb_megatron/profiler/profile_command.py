@@ -84,6 +84,8 @@ def run_profile(args: argparse.Namespace) -> None:
 
     with explain_bad_values():
         model = profiled_model(args)
+    for line in args.notes:
+        _say(line)
     backend = _backend(args.backend, model, torch)
     out = Path(args.out)
     if not out.parent.is_dir():

@@ -7,9 +7,11 @@ import ast
 from dataclasses import replace
 
 from wlb_megatron.bounds import RANKS, SEED, check_heads, real, whole
+from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.blocks import Lengths, blocks
 from wlb_megatron.errors import WlbError, explain_bad_values
 from wlb_megatron.packing.chunks.chunk_limits import Trainer
+from wlb_megatron.refusals import unsupported
 from wlb_megatron.settings_flags import add_pipeline
 from wlb_megatron.simulator.calibration import profiled_shape
 from wlb_megatron.simulator.divisible import check_divisible
@@ -472,14 +474,21 @@ def _complete_pattern(args: argparse.Namespace) -> None:
     MLP of 3/2 of the width, one further prediction."""
     main, *further = args.hybrid_layer_pattern.split("/")
     attention, dense, routed, nets = (main.count(symbol) for symbol in "*-EG")
-    if not attention or {*main} - {*"*-EG|"}:
+    stages = main.split("|")
+    if not attention or not dense + routed or {*main} - {*"*-EG|"}:
         raise WlbError(
-            f"--hybrid-layer-pattern {main} is not predicted: give attention (*), gated delta nets (G), MLPs (-) and "
-            "experts (E)"
+            f"--hybrid-layer-pattern {main} is not predicted: give attention (*) with MLPs (-) or experts (E), and "
+            "gated delta nets (G) if there are any"
         )
+    if len(stages) > 1 and len(stages) % args.pp:
+        raise WlbError(
+            f"--hybrid-layer-pattern {main} has {len(stages)} parts, no multiple of --pp {args.pp}"
+        )
+    if lines := unsupported(args, WlbConfig()):
+        raise WlbError(lines[0])
     number = args.recompute_num_layers * attention // (attention + dense + routed + nets)
     args.num_layers, args.mtp_num_layers, args.recompute_num_layers = attention, len(further), max(1, number)
-    args.vpp = max(1, (main.count("|") + 1) // args.pp)
+    args.vpp = max(1, len(stages) // args.pp)
     if nets and (args.profile is not None or args.model in SHAPES or args.hidden_size is None):
         raise WlbError(
             "--hybrid-layer-pattern with G needs --hidden-size, without --profile or --model: neither has gated delta "

@@ -46,6 +46,7 @@ PASSED_OVER = {
     "--grad-reduce-in-bf16": "gradients are reduced in fp32; give --gradient-bytes 2",
     "--tp-comm-overlap": "give --tp-exposed, the share of tensor parallelism's communication that is not hidden",
     "--experimental-attention-variant": "every layer is counted as one of attention; give G's and *'s as a pattern",
+    "--hybrid-layer-pattern": "one layer of attention with an MLP or experts is measured",
     "--mock-data": "give --lengths",
 }
 """Megatron's flags that change a prediction and are not read, and what is assumed instead."""
