@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from plan_checks import validate
 from sharding_oracle import by_the_calls, sequences
 
-from wlb_megatron.plan import Piece
+from wlb_megatron.plan import IterationPlan, MicroBatch, Piece
 from wlb_megatron.registry import SHARDINGS
 from wlb_megatron.sharding.calls.attention_calls import attention_layout
 from wlb_megatron.sharding.chunks import cached_keys, links_of
+from wlb_megatron.sharding.cut import cut_plans, digest_of_cuts
 from wlb_megatron.sharding.hybrid import mix
 from wlb_megatron.sharding.predict import predict
 from wlb_megatron.sharding.segments import Chunks, ShardPlan
@@ -44,6 +45,23 @@ def test_every_token_is_on_one_rank_once_and_every_prefix_is_where_it_was_made(k
             made[rank] |= set(held)
     trained = [(p.document, t) for pieces in micro_batches for p in pieces for t in range(p.start, p.end)]
     assert sorted(token for tokens in made for token in tokens) == sorted(trained)
+
+
+@each_kind
+@settings(deadline=None, max_examples=20)
+@given(first=iterations(), second=iterations(), cp=SIZES)
+def test_ranks_that_are_cut_together_are_cut_as_one_by_one(kind, first, second, cp):
+    columns = [rows + [[Piece(0, 200, 0, 3)]] * (5 - len(rows)) for rows in (first, second)]
+    grid = tuple(tuple(MicroBatch(tuple(pieces), 1) for pieces in row) for row in zip(*columns, strict=True))
+    (rows,) = cut_plans([IterationPlan(0, (), grid, ())], cp, cp, kind, h100())
+    for column, plans in zip(columns, zip(*rows, strict=True), strict=True):
+        alone = shard_plans(column, cp, kind)[1]
+        assert digest_of_cuts(plans) == digest_of_cuts(alone) and [p.kind for p in plans] == [
+            p.kind for p in alone
+        ]
+        assert [p.chunks and p.chunks.micro_batch for p in plans] == [
+            p.chunks and p.chunks.micro_batch for p in alone
+        ]
 
 
 def sources_of(padded, plans, cp, window):

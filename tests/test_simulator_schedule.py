@@ -12,6 +12,7 @@ from test_pipeline_groups import event_ends
 
 from wlb_megatron.pipeline.orders import Step, pipeline_orders
 from wlb_megatron.pipeline.schedule import Event, Launches, pipeline_ends, pipeline_events
+from wlb_megatron.simulator.iteration import _ends_by_order
 
 
 def _timeline(events: list[Event], stage: int) -> list[tuple[str, float, float]]:
@@ -173,3 +174,22 @@ def test_a_step_waits_for_launches_only_where_the_host_has_no_lead() -> None:
     assert ends(3, 6, 4, 2) == 19  # only the first forward waits
     assert ends(3, 6, 8, 10) == 8 + 10 + 8 + 10  # the host's time, forward and backward together
     assert ends(3, 6, 4, 2, stages=2) == 4 + 3 + 6 + 3 + 6 + 6  # the second host launches while it waits
+
+
+@pytest.mark.parametrize(
+    ("stages", "chunks", "blocking"), [(1, 1, True), (3, 1, True), (3, 1, False), (3, 2, False)]
+)
+def test_steps_of_unlike_groups_are_timed_together_as_one_by_one(
+    stages: int, chunks: int, blocking: bool
+) -> None:
+    """To the last bit. Groups of 3, 2 and 1 micro-batches in any order, 6 of them; without groups, too."""
+    random = np.random.default_rng(4)
+    orders = [None, (3, 2, 1), (1, 3, 2), (2, 1, 3), (2, 1, 1, 2), (1, 2, 1, 2), (1,) * 6]
+    forward, backward, *hosts = random.random((4, len(orders), stages, chunks, 6))
+    transfer = random.random(len(orders)) / 10
+    together = _ends_by_order(forward, backward, Launches(*hosts), orders, transfer, blocking)
+    for row, groups in enumerate(orders):
+        one = slice(row, row + 1)
+        launches = Launches(*(host[one] for host in hosts))
+        given = {"transfer": transfer[one], "blocking": blocking, "groups": groups, "launches": launches}
+        assert (pipeline_ends(forward[one], backward[one], **given) == together[one]).all()

@@ -226,6 +226,7 @@ def analyze(
     packer = after.planner.packer
     memory = job.gpu
     chunked, weights = isinstance(packer, ChunkPacker), job.weights_problem()
+    runs.same(replace(config, chunks="on" if chunked else "off"), after)
     return Analysis(
         lengths=lengths,
         config=config,
@@ -265,6 +266,11 @@ class _Runs:
         if config not in self._done:
             self._done[config] = self._run(config)
         return self._done[config]
+
+    def same(self, config: WlbConfig, run: Run) -> None:
+        """Takes this run for the settings, which have the same plans."""
+        self._done.setdefault(config, run)
+        self._planned.setdefault(replace(config, sharding="per-sequence"), run)
 
     def _run(self, config: WlbConfig) -> Run:
         if config.cp_mode == "dynamic":  # which shards by itself

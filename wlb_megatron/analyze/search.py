@@ -44,6 +44,9 @@ CHUNKS_GAIN = 1.4
 """A layout is not tried in chunks if whole documents are slower than another layout's by more than this factor. In a
 first look chunks gained at most 1.1 on the 74 layouts of 512 GPUs (70B, window 128K), and 1.35 on 64 GPUs (7B)."""
 
+BESIDE = 1000
+"""Documents of an iteration, above which settings are simulated in processes side by side."""
+
 SAMPLE = 1 << 16
 """Documents of each corpus that a first look draws from: a large index is not hashed for each setting."""
 
@@ -84,7 +87,8 @@ def search(
     origin = as_given(job, run.config)
     sample = _drawn(lengths)
     starts, count = [origin], 0
-    pool = _pool() if kind == "layout" else None
+    documents = sum(len(plan.arrived) for plan in run.plans) // len(run.plans)
+    pool = _pool() if kind == "layout" or documents > BESIDE else None
     with pool or nullcontext():
 
         def simulated(candidates: Iterable[Candidate], looks: tuple[int, int]) -> list[Found]:
@@ -128,7 +132,6 @@ def search(
         looked = simulated([each for start in starts for each in tried_of(start)], QUICK)
         extras = [each for one in looked[: FINALISTS // 2] for each in micro_batch_counts(one.candidate)]
         looked = sorted([*looked, *simulated(extras, QUICK)], key=lambda one: -one.tokens_per_second)
-        documents = sum(len(plan.arrived) for plan in run.plans) // len(run.plans)
         iterations = min(job.iterations, max(LEAST, MOST_PLANNED // max(1, documents)))
         final = simulated(_unlike(looked, FINALISTS), (iterations, job.warm_up))
         alike = _lmax(origin) in (run.config.max_tokens, usual_lmax(run.config, job.joined_window))

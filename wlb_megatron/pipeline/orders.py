@@ -5,7 +5,7 @@ That is Megatron's 1F1B or interleaved order, or either with a group's backwards
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -78,6 +78,17 @@ def backward_turns(group_sizes: Sequence[int]) -> list[int]:
     """The micro-batch of each backward: the last of a group first. Sizes 2, 1 give 1 0 2."""
     bounds = list(accumulate(group_sizes, initial=0))
     return [m for begin, end in pairwise(bounds) for m in reversed(range(begin, end))]
+
+
+def waits_of(stages: int, group_sizes: tuple[int, ...], chunks: int) -> Hashable:
+    """What decides which forwards, and which backwards by their turns, a step's stages wait for: alike for groups of 2,
+    1, 1 and of 1, 1, 2."""
+    if stages == 1:
+        return group_sizes
+    if chunks == 1:
+        return max(group_sizes)
+    plan = interleaved(stages, group_sizes, chunks)
+    return plan.table, plan.lead
 
 
 class Interleaved(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -52,21 +53,31 @@ def cut_plans(
         for plan in plans
         for column in zip(*plan.micro_batches, strict=True)
     ]
-    links = [links_of(column) for column in columns]
-    lengths = [[_tokens(pieces) for pieces in column] for column in columns]
-    # All micro-batches without chunks in one pass, which is much faster than rank by rank.
-    unlinked = [
-        tokens for column, linked in zip(lengths, links, strict=True) if not linked for tokens in column
+    # All in one pass, which is much faster than rank by rank.
+    firsts = np.cumsum([0, *map(len, columns)]).tolist()
+    links = [
+        Link(link.micro_batch + first, link.piece, link.earlier + first, link.earlier_piece)
+        for column, first in zip(columns, firsts, strict=False)
+        for link in links_of(column)
     ]
-    together = iter(cut(unlinked, cp_size, sharding, table) if unlinked else ())
-    shards = iter(
-        [
-            cut(column, cp_size, sharding, table, linked) if linked else [next(together) for _ in column]
-            for column, linked in zip(lengths, links, strict=True)
-        ]
+    lengths = [_tokens(pieces) for column in columns for pieces in column]
+    together = cut(lengths, cp_size, sharding, table, links)
+    ranks = iter(
+        [_counted_from(first, plan) for plan in together[first:end]] for first, end in pairwise(firsts)
     )
-    ranks = [[next(shards) for _ in plan.micro_batches[0]] for plan in plans]
-    return [[list(row) for row in zip(*shards_of_plan, strict=True)] for shards_of_plan in ranks]
+    return [
+        [list(row) for row in zip(*[next(ranks) for _ in plan.micro_batches[0]], strict=True)]
+        for plan in plans
+    ]
+
+
+def _counted_from(first: int, plan: ShardPlan) -> ShardPlan:
+    """The plan, with micro-batches counted from this one on."""
+    chunks = plan.chunks
+    if chunks is None or not first:
+        return plan
+    cached = tuple(rows - np.array([0, 0, 0, first, 0, 0]) for rows in chunks.cached)
+    return replace(plan, chunks=replace(chunks, micro_batch=chunks.micro_batch - first, cached=cached))
 
 
 def orders_of(plans: Sequence[IterationPlan], *, in_step: bool = False) -> list[list[tuple[int, ...] | None]]:

@@ -36,39 +36,40 @@ class _Candidate(NamedTuple):
     """One candidate: over how many ranks each piece is cut, what that costs a rank, and how the filler is cut."""
 
     least: float
-    degree: list[int]
-    share_ns: list[int]
+    degree: IntArray
+    share_ns: IntArray
     prices: Callable[[int, float, float], list[float]]
     fill: Callable[[RankLoads], None]
 
 
 def hybrid(pieces: PieceList, cp_size: int, table: KernelTable) -> list[ShardPlan]:
-    """The plan of each micro-batch, see `mix`."""
-    lengths, before = (np.split(column, pieces.first[1:-1]) for column in (pieces.lengths, pieces.prefixes))
-    return [
-        mix(tokens, cp_size, table, prefixes)
-        for tokens, prefixes in zip(lengths[: pieces.count], before, strict=False)
-    ]
+    """The plan of each micro-batch.
+
+    Example: lengths [16, 4, 4, 4, 4], CP=2: each rank holds two short pieces whole and 8 tokens of the long one.
+    Raises ValueError if a total is not a positive multiple of cp_size.
+    """
+    slot_bounds(pieces.totals(), cp_size)  # refuses totals that would leave ranks unequal
+    whole_ns = table.diagonal_ns(pieces.lengths)
+    chunks = np.flatnonzero(pieces.prefixes * pieces.lengths)
+    whole_ns[chunks] += table.rectangle_ns(pieces.lengths[chunks], pieces.prefixes[chunks])
+    columns = (np.split(column, pieces.first[1:-1]) for column in (pieces.lengths, pieces.prefixes, whole_ns))
+    return [_mix(lengths, before, ns, cp_size, table) for lengths, before, ns in zip(*columns, strict=True)]
 
 
 def mix(
     lengths: npt.ArrayLike, cp_size: int, table: KernelTable, prefixes: npt.ArrayLike | None = None
 ) -> ShardPlan:
-    """The plan of one micro-batch.
+    """The plan of one micro-batch. lengths: int[n] tokens of each piece, padding piece included. prefixes: int[n],
+    earlier tokens that each attends to (default none)."""
+    before = None if prefixes is None else [np.asarray(prefixes, dtype=np.int64)]
+    return hybrid(PieceList.of([lengths], before), cp_size, table)[0]
 
-    lengths: int[n] tokens of each piece, padding piece included. prefixes: int[n], earlier tokens that each attends
-    to (default none).
 
-    Example: lengths [16, 4, 4, 4, 4], CP=2: each rank holds two short pieces whole and 8 tokens of the long one.
-    Raises ValueError if the total is not a positive multiple of cp_size.
-    """
-    lengths = np.asarray(lengths, dtype=np.int64)
-    before = np.zeros_like(lengths) if prefixes is None else np.asarray(prefixes, dtype=np.int64)
-    slot_bounds(int(lengths.sum()), cp_size)  # refuses totals that would leave ranks unequal
+def _mix(
+    lengths: IntArray, before: IntArray, whole_ns: IntArray, cp_size: int, table: KernelTable
+) -> ShardPlan:
+    """whole_ns: int64[n], nanoseconds of each piece on one rank."""
     order = np.argsort(-lengths, kind="stable")[: int(np.count_nonzero(lengths))].tolist()
-    whole_ns = table.diagonal_ns(lengths)
-    chunks = np.flatnonzero(before * lengths)
-    whole_ns[chunks] += table.rectangle_ns(lengths[chunks], before[chunks])
     size, filler = lengths.tolist(), order[0]
     best_ranks: RankLoads | None = None
     candidates = sorted(
@@ -80,7 +81,7 @@ def mix(
         mean_price = int(whole_ns[filler]) / size[filler]
         rise = size[filler] / (size[filler] + 2 * int(before[filler]))
         ranks = RankLoads(table, size, filler, candidate.prices(cp_size, mean_price, rise), before.tolist())
-        _place(ranks, order[1:], candidate)
+        _place(ranks, order[1:], candidate.degree.tolist(), candidate.share_ns.tolist())
         candidate.fill(ranks)
         if best_ranks is None or ranks.worst() < best_ranks.worst():
             best_ranks = ranks
@@ -92,32 +93,30 @@ def _candidates(
     lengths: IntArray, before: IntArray, whole_ns: IntArray, filler: int, cp_size: int, table: KernelTable
 ) -> list[_Candidate]:
     """Candidates without duplicates. A piece over two ranks needs one kernel call on each, over more mostly two."""
-    degrees: dict[bytes, IntArray] = {}
-    for grain in GRAINS:
-        fair = int(whole_ns.sum()) // (cp_size * grain) + 1
-        for most_ranks in (2, cp_size):
-            degree = np.clip(-(-whole_ns // fair), 1, min(most_ranks, cp_size))
-            degree[filler] = 1  # placed last, in the free tokens: its own degree does not matter
-            degrees.setdefault(degree.tobytes(), degree)
+    fair = int(whole_ns.sum()) // (cp_size * np.array(GRAINS)) + 1
+    most_ranks = np.minimum([2, cp_size], cp_size)
+    degrees = np.clip(
+        -(-whole_ns // fair[:, None, None]), 1, most_ranks[:, None]
+    )  # [grain, most_ranks, piece]
+    degrees[..., filler] = 1  # placed last, in the free tokens: its own degree does not matter
+    unlike = {degree.tobytes(): degree for degree in degrees.reshape(-1, len(lengths))}
+    degrees = np.stack(list(unlike.values()))
+    share_ns = _share_ns(lengths, before, whole_ns, degrees, table)
+    means = ((share_ns * degrees).sum(axis=1) / cp_size).tolist()
     candidates = []
-    for degree in degrees.values():
-        share_ns = _share_ns(lengths, before, whole_ns, degree, table)
-        mean = int((share_ns * degree).sum()) / cp_size
-        most_ranks = int(degree.max())
-        both = (degree.tolist(), share_ns.tolist())
-        calls = min(most_ranks - 1, 2)
-        candidates.append(_Candidate(mean + table.earlier_call * calls, *both, prices_in_turn, fill_in_turn))
-        calls = 2 if cp_size > 2 else 1
-        candidates.append(
-            _Candidate(mean + table.earlier_call * calls, *both, prices_in_pairs, fill_in_pairs)
-        )
+    for mean, degree, of_ranks in zip(means, degrees, share_ns, strict=True):
+        calls = min(int(degree.max()) - 1, 2)
+        in_turn = mean + table.earlier_call * calls
+        candidates.append(_Candidate(in_turn, degree, of_ranks, prices_in_turn, fill_in_turn))
+        in_pairs = mean + table.earlier_call * (2 if cp_size > 2 else 1)
+        candidates.append(_Candidate(in_pairs, degree, of_ranks, prices_in_pairs, fill_in_pairs))
     return candidates
 
 
 def _share_ns(
     lengths: IntArray, before: IntArray, whole_ns: IntArray, degree: IntArray, table: KernelTable
 ) -> IntArray:
-    """int64[n]: nanoseconds that a piece costs each of the ranks that it is cut over."""
+    """int64[k, n]: nanoseconds that a piece costs each of the ranks that it is cut over. degree: int64[k, n]."""
     chunk = -(-lengths // (2 * degree))
     tiles = -(-chunk // TILE) * TILE / np.maximum(chunk, 1)
     keys = before + (2 * degree - 1) * lengths // (2 * degree)
@@ -125,19 +124,16 @@ def _share_ns(
     return np.where(degree > 1, np.rint(cut_ns), whole_ns).astype(np.int64)
 
 
-def _place(ranks: RankLoads, order: list[int], candidate: _Candidate) -> None:
+def _place(ranks: RankLoads, order: list[int], degree: list[int], share_ns: list[int]) -> None:
     """Places these pieces, the longest first.
 
     A piece that does not fit at its degree is cut over more ranks. If it fits at no degree, it is placed last, in
     parts that fill the ranks.
     """
-    ranks.expect(
-        [candidate.share_ns[piece] * candidate.degree[piece] for piece in order],
-        [ranks.size[p] for p in order],
-    )
+    ranks.expect([share_ns[piece] * degree[piece] for piece in order], [ranks.size[p] for p in order])
     unplaced = []
     for nth, piece in enumerate(order):
-        g, ns = candidate.degree[piece], candidate.share_ns[piece]
+        g, ns = degree[piece], share_ns[piece]
         if g == 1 and ranks.put_whole(nth, piece, ns):
             continue
         total = g * ns
@@ -146,7 +142,7 @@ def _place(ranks: RankLoads, order: list[int], candidate: _Candidate) -> None:
         if g > len(ranks.free):
             unplaced.append(piece)
     for piece in unplaced:
-        ranks.put_in_parts(piece, candidate.share_ns[piece] * candidate.degree[piece])
+        ranks.put_in_parts(piece, share_ns[piece] * degree[piece])
 
 
 def _plan(lengths: IntArray, before: IntArray, cp_size: int, chunks: dict[int, list[Chunk]]) -> ShardPlan:

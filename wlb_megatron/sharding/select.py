@@ -36,22 +36,28 @@ def shard_all(
     """Shard plans of several micro-batches in one pass, much faster than one by one. See `shard`.
 
     links: documents in chunks (chunks.links_of). If given, the micro-batches are all those of one data-parallel
-    rank's iteration, in order.
+    rank's iteration, in order, or of several, one after another.
     """
-    prefixes, rests = around(micro_batches, links) if links else (None, [])
+    prefixes, rests = around(micro_batches, links) if links else ([], [])
     pieces = PieceList.of(micro_batches, prefixes)
     choices = _choices(pieces, cp_size, kind, table or h100())
     if not links:
         return _fastest(choices, table or h100())
     # Only once earlier micro-batches are cut is it known which rank holds a prefix's keys.
-    holders, chosen_plans = Holders(links), []
-    for index, first in enumerate(pieces.first[:-1].tolist()):
-        chunks = holders.chunks(
-            index, pieces.prefixes[first : pieces.first[index + 1]], rests[index], cp_size
-        )
-        of_micro_batch = {name: [replace(plans[index], chunks=chunks)] for name, plans in choices.items()}
-        chosen_plans += _fastest(of_micro_batch, table or h100())
-        holders.settled(index, chosen_plans[-1])
+    depths = [0] * pieces.count
+    for link in sorted(links):
+        depths[link.micro_batch] = max(depths[link.micro_batch], depths[link.earlier] + 1)
+    holders, chosen_plans = Holders(links), choices[next(iter(choices))].copy()
+    for depth in range(max(depths) + 1):
+        turn = [index for index, number in enumerate(depths) if number == depth]
+        shared = [holders.chunks(index, prefixes[index], rests[index], cp_size) for index in turn]
+        of_turn = {
+            name: [replace(plans[index], chunks=chunks) for index, chunks in zip(turn, shared, strict=True)]
+            for name, plans in choices.items()
+        }
+        for index, plan in zip(turn, _fastest(of_turn, table or h100()), strict=True):
+            chosen_plans[index] = plan
+            holders.settled(index, plan)
     return chosen_plans
 
 

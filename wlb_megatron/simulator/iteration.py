@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from wlb_megatron.pipeline.orders import backward_turns, waits_of
 from wlb_megatron.pipeline.schedule import Event, Launches, pipeline_ends, pipeline_events
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.simulator.model import LayerModel, Times
@@ -300,19 +302,26 @@ def _ends_by_order(
     transfer: FloatArray,
     blocking: bool,
 ) -> FloatArray:
-    """float[n * dp, P]: `pipeline_ends`, in one pass for all pipelines of one order."""
+    """float[n * dp, P]: `pipeline_ends`, in one pass for all pipelines whose steps wait for one another alike. They are
+    then those of the first order, whose n-th backward takes the time of each one's own."""
     end_times = np.empty(forward.shape[:2])
-    alike: dict[tuple[int, ...] | None, list[int]] = {}
-    for row, sizes in enumerate(orders):
-        alike.setdefault(None if sizes is None or max(sizes) == 1 else sizes, []).append(row)
-    for sizes, rows in alike.items():
+    _, stages, chunks, count = forward.shape
+    alike: dict[Any, list[int]] = {}
+    sizes_of_rows = [None if sizes is None or max(sizes) == 1 else sizes for sizes in orders]
+    for row, sizes in enumerate(sizes_of_rows):
+        alike.setdefault(sizes and waits_of(stages, sizes, chunks), []).append(row)
+    turns = np.array([backward_turns(sizes or (1,) * count) for sizes in sizes_of_rows])
+    for rows in alike.values():
+        places = np.empty((len(rows), 1, 1, count), dtype=np.int64)
+        places[..., turns[rows[0]]] = turns[rows][:, None, None]
+        backwards = (np.take_along_axis(way[rows], places, axis=3) for way in (backward, launches.backward))
         end_times[rows] = pipeline_ends(
             forward[rows],
-            backward[rows],
+            next(backwards),
             transfer=transfer[rows],
             blocking=blocking,
-            groups=sizes,
-            launches=Launches(launches.forward[rows], launches.backward[rows]),
+            groups=sizes_of_rows[rows[0]],
+            launches=Launches(launches.forward[rows], next(backwards)),
         )
     return end_times
 
