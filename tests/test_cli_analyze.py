@@ -284,11 +284,15 @@ def test_the_longest_micro_batch_that_fits_is_trainings(reported):
     assert fits["window"] <= most * 4 / 5 < fits["window"] + 1024
 
 
-def test_weights_that_fit_are_not_blamed_for_a_window_that_does_not(printed):
+def test_weights_that_fit_are_not_blamed_for_a_window_that_does_not(command):
     job = "--lengths 9000,131072,40000,70000,2000 --window 131072 --micro-batches 4 --tp 4 --cp 2 --pp 4 --model 7B"
-    out = printed(f"analyze {job} --iterations 1 --warm-up 0")
-    assert "weights, gradients" not in out and "flags, once it fits: " in out
-    assert "does not fit 80 GiB a GPU, which holds windows up to " in out
+    code, out, err = command(f"analyze {job} --iterations 1 --warm-up 0 --search schedule")
+    assert code == 0, err
+    assert "weights, gradients" not in out and "does not fit 80 GiB a GPU, which holds windows up to " in out
+    first = next(line for line in out.splitlines() if line.startswith("1: ")).removeprefix("1: ")
+    assert out.splitlines()[-1] == f"flags: {first} (the search's first that fits; your other flags stay)"
+    code, out, err = command(f"analyze {job} --iterations 1 --warm-up 0 --search none")
+    assert (code, err) == (0, "") and "flags, once it fits: " in out.splitlines()[-1]
 
 
 @pytest.mark.parametrize(

@@ -85,3 +85,19 @@ def test_a_job_that_is_best_as_it_is_says_so(
     )
     assert code == 0, err
     assert "is faster than the job as given" in out
+
+
+def test_settings_that_are_better_are_among_the_searchs(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Windows of equal work are faster here than micro-batches of any length."""
+    np.save(tmp_path / "long.npy", np.random.default_rng(1).integers(3000, 8192, 600))
+    job = (
+        f"analyze --lengths {tmp_path / 'long.npy'} --window 8192 --model 550M --host-launch 0 --cp 2 --tp 2"
+    )
+    code, out, err = call(
+        capsys, *f"{job} --micro-batches 4 --iterations 8 --warm-up 2 --search schedule".split()
+    )
+    assert code == 0, err
+    assert "better: fixed windows, balanced: 1.0" in out and "\n1: --wlb-packing fixed-greedy\n" in out
+    assert "\nflags: --wlb-packing fixed-greedy (1.0" in out

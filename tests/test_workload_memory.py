@@ -88,6 +88,8 @@ def test_the_distributed_optimizer_spreads_twelve_bytes_a_parameter_over_data_an
 def test_fsdp_spreads_all_eighteen_and_holds_two_gathered_layers() -> None:
     spread = Layout(data=2, context=2, fully_sharded=True)
     assert weight_bytes(SMALL, spread, 0) == 1704 * 18 // 4 + 2 * 1704 // 2 * 2
+    cut, same = (dataclasses.replace(SMALL, layers=pattern) for pattern in ("*-|*-", "*-*-"))
+    assert weight_bytes(cut, spread, 0) == weight_bytes(same, spread, 0)
 
 
 def test_experts_replace_the_ffn_and_are_spread_over_ranks_of_their_own() -> None:

@@ -44,7 +44,8 @@ KEPT = 0.9
 @dataclass(frozen=True)
 class Gain:
     """The gain of a part, or of other settings, over arrival order. slowest: slowest step over arrival order's.
-    fullest: tokens of the fullest step over the mean's. alone: gain of a part by itself; None: no part."""
+    fullest: tokens of the fullest step over the mean's. alone: gain of a part by itself; None: no part. run: of the
+    settings."""
 
     name: str
     config: WlbConfig
@@ -53,6 +54,7 @@ class Gain:
     equal_work: float
     slowest: float
     fullest: float = 1.0
+    run: Run | None = None
 
     @property
     def uneven(self) -> tuple[float, float]:
@@ -153,7 +155,7 @@ class Analysis:
         slowest = float(self.after.simulated.steps.max() / self.before.simulated.steps.max())
         fullest = _fullest(self.after.simulated)
         as_set = Gain("as set", self.config, None, self.speedup, self.equal_work_speedup, slowest, fullest)
-        plain = Gain("arrival order", arrival_order(self.config), None, 1.0, 1.0, 1.0)
+        plain = Gain("arrival order", arrival_order(self.config), None, 1.0, 1.0, 1.0, run=self.runs[0])
         if self.speedup < 1 + NOISE:
             worth = [gain for gain in self._alike if gain.by_token >= 1 + NOISE]
             return max(worth, key=lambda gain: gain.by_token, default=plain)
@@ -162,13 +164,22 @@ class Analysis:
         return max(gains, key=lambda gain: gain.by_token, default=as_set)
 
     @property
+    def fits(self) -> bool:
+        """Whether the job fits a GPU, with its Lmax or a lower one. True if memory is not estimated."""
+        memory, job = self.memory, self.job
+        if self.fullest is None or (memory.window >= job.joined_window and memory.micro_batch):
+            return True
+        return memory.micro_batch >= self.capacity and self.fullest[0] <= job.gpu.room
+
+    @property
     def found(self) -> Found | None:
-        """The search's best, if it is faster than `best` by more than noise."""
+        """The search's first, if it is faster than the job as set by more than noise, or that does not fit. Settings
+        that are `best` are among the search's."""
         if self.searched is None or not self.searched.best:
             return None
         first = self.searched.best[0]
-        enough = (1 + NOISE) * self.best.by_token * 1e9 / self.before.simulated.ns_per_token
-        return first if first.tokens_per_second > enough else None
+        enough = (1 + NOISE) * 1e9 / self.after.simulated.ns_per_token
+        return first if first.tokens_per_second > enough or not self.fits else None
 
     @property
     def steadier_found(self) -> Found | None:
@@ -294,6 +305,7 @@ def _gains(config: WlbConfig, job: Job, runs: _Runs, before: Run) -> tuple[Gain,
             by_token * _work_per_token(run) / _work_per_token(before),
             float(run.timed.steps.max() / before.timed.steps.max()),
             _fullest(run.timed),
+            run,
         )
 
     in_order = [(part.name, part.alone, part.together) for part in parts(config, job)]

@@ -220,7 +220,8 @@ def _print_search(searched: Searched) -> None:
     start, finds = searched.given, searched.best
     print()
     if not finds:
-        print(f"search: none of {searched.tried} settings is faster than the job as given")
+        problem = "fits the memory" if start is None else "is faster than the job as given"
+        print(f"search: none of {searched.tried} settings {problem}")
         return
     entries = [setting for setting in (start, *finds) if setting is not None]
     rows = [
@@ -385,12 +386,11 @@ def _ending(analysis: Analysis) -> list[str]:
         how = "documents in chunks" if memory.in_chunks else "whole documents"
         windows = f"windows up to {memory.window // job.micro_batch_size:,} ({how})"
         capacity = f"micro-batches up to {memory.micro_batch:,} tokens"
-        fits = memory.micro_batch >= analysis.capacity and analysis.fullest[0] <= job.gpu.room
         if memory.window >= job.joined_window:
             capacity += f", {windows}"
-        elif fits:  # of a lower Lmax than a job of this window has by itself
+        elif analysis.fits:  # of a lower Lmax than a job of this window has by itself
             capacity += f" ({how})"
-        if not fits and (memory.window < job.joined_window or not memory.micro_batch):
+        if not analysis.fits:
             takes = f"{capacity}, {windows}" if memory.micro_batch else windows
             ready = "flags, once it fits"
             lines.append(f"does not fit {memory.gib:g} GiB a GPU, which holds {takes}:")
@@ -402,7 +402,13 @@ def _ending(analysis: Analysis) -> list[str]:
             if memory.micro_batch < analysis.capacity:
                 lines.append("training would lower Lmax to that; --gpu-memory does so here")
     if (first := analysis.found) is not None:
-        flags = f"{first.flags} ({_beside(first, analysis)}: the first of the search; your other flags stay)"
+        ready = "flags"
+        beside = (
+            f"{_beside(first, analysis)}: the first of the search"
+            if analysis.fits
+            else "the search's first that fits"
+        )
+        flags = f"{first.flags} ({beside}; your other flags stay)"
     else:
         flags = flags_of(analysis.best.config) or "none, the defaults do this"
     if analysis.gains or analysis.searched is not None:  # else nothing was compared with the job as set

@@ -81,9 +81,15 @@ class Searched:
 
 
 def search(
-    lengths: Lengths, run: Run, job: Job, kind: str, tick: Callable[[str], None] = lambda _: None
+    lengths: Lengths,
+    run: Run,
+    job: Job,
+    kind: str,
+    tick: Callable[[str], None] = lambda _: None,
+    rival: Run | None = None,
 ) -> Searched:
-    """Searches from the run of the job as given. kind: "schedule" or "layout". tick: called after each setting."""
+    """Searches from the run of the job as given. kind: "schedule" or "layout". tick: called after each setting. rival:
+    the same job with the settings that are best without a search, if they are others."""
     origin = as_given(job, run.config)
     sample = _drawn(lengths)
     starts, count = [origin], 0
@@ -143,6 +149,12 @@ def search(
         base, *final = (
             replace(one, tokens_per_second=scale * one.tokens_per_second) for one in (base, *final)
         )
+    if rival is not None:
+        count += 1
+        one = _found_of(rival, Candidate(origin.job, rival.config), origin, iterations)
+        if one is not None and alike:
+            one = replace(one, tokens_per_second=1e9 / rival.timed.ns_per_token)
+        final = sorted([*final, *([] if one is None else [one])], key=lambda one: -one.tokens_per_second)
     faster = [one for one in final if base is None or one.tokens_per_second > base.tokens_per_second]
     faster = [replace(one, why=_why(base, one)) for one in faster[:SHOWN]]
     return Searched(base, tuple(faster), count, iterations, None if alike else _lmax(origin))

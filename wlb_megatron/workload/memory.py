@@ -163,7 +163,7 @@ class Model:
         """Weights of a layer that a token passes, with its share of gated delta nets."""
         parameters = attention_parameters(self) + ffn_parameters(self, self.ffn)
         if nets := self.delta_nets:
-            parameters += nets.work(self.hidden) * nets.layers // len(symbols(self.layers))
+            parameters += nets.work(self.hidden) * nets.layers // layer_count(self.layers)
         return parameters
 
 
@@ -360,7 +360,7 @@ def _state_bytes(parameters: int, copies: int, shape: Model, layout: Layout) -> 
     states = 8 + (4 if shape.dtype_bytes < 4 else 0)
     if layout.fully_sharded:
         # FSDP gathers a layer at work and the next one.
-        layer = parameters // len(symbols(shape.layers))
+        layer = parameters // layer_count(shape.layers)
         return -(-parameters * (held + states) // copies) + 2 * layer * shape.dtype_bytes
     spread = copies if layout.distributed_optimizer else 1
     return parameters * held + -(-parameters * states // spread)
@@ -487,6 +487,11 @@ def model_chunks(shape: Model, layout: Layout) -> list[str]:
 def symbols(layers: int | str) -> str:
     """These layers by their symbols: 3 of a GPTModel are "TTT"."""
     return layers if isinstance(layers, str) else WHOLE * layers
+
+
+def layer_count(layers: int | str) -> int:
+    """How many layers these are: 4 of "*-|*E"."""
+    return len(symbols(layers).replace("|", ""))
 
 
 def keyed_layers(layers: int | str) -> int:
