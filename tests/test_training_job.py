@@ -37,11 +37,11 @@ PP2, CPU = {"pipeline_model_parallel_size": 2}, {"distributed_backend": "gloo"}
 BLOCKS, SEQ = {"recompute_method": "block"}, "seq_aux_loss"
 ARRIVES: list[tuple[dict[str, Any], str, Any]] = [
     ({"num_layers": 6}, "model.layers", 6),
-    ({"group_query_attention": False}, "model.kv_heads", 16),
-    ({"kv_channels": None, "hidden_size": 4096}, "model.head_dim", 256),
-    ({"swiglu": False}, "model.gated", False),
-    ({"untie_embeddings_and_output_weights": False}, "model.tied", True),
-    ({"hidden_dropout": 0.1}, "model.dropout", True),
+    ({"group_query_attention": False}, "model.shape.kv_heads", 16),
+    ({"kv_channels": None, "hidden_size": 4096}, "model.shape.head_dim", 256),
+    ({"swiglu": False}, "model.shape.gated", False),
+    ({"untie_embeddings_and_output_weights": False}, "model.shape.tied", True),
+    ({"hidden_dropout": 0.1}, "model.shape.dropout", True),
     ({"padded_vocab_size": 512}, "model.vocabulary", 512),
     ({"max_position_embeddings": 131072}, "model.positions", 131072),
     ({"mtp_num_layers": 2}, "model.depths", 2),
@@ -53,9 +53,9 @@ ARRIVES: list[tuple[dict[str, Any], str, Any]] = [
     (MOE, "model.active_ffn", 2048),
     ({**MOE, "moe_ffn_hidden_size": None}, "model.active_ffn", 2 * 5632),
     (MOE | {"moe_router_load_balancing_type": [SEQ]}, "trainer.balancing", (SEQ,)),
-    (MOE, "model.experts", Experts(8, 1024)),
-    (MLA, "model.kv_heads", 16),
-    (MLA, "model.head_dim", 192),
+    (MOE, "model.shape.experts", Experts(8, 1024)),
+    (MLA, "model.shape.kv_heads", 16),
+    (MLA, "model.shape.head_dim", 192),
     (MLA, "model.value_dim", 96),
     ({"tensor_model_parallel_size": 2}, "sizes.tensor", 2),
     ({"context_parallel_size": 4}, "sizes.context", 4),
@@ -79,7 +79,7 @@ ARRIVES: list[tuple[dict[str, Any], str, Any]] = [
     ({"hybrid_layer_pattern": "**-*|-*--", "pipeline_model_parallel_size": 2}, "memory.stage_layers", "**-*"),
     (
         {"hybrid_layer_pattern": "G-G-|*-*-", **NETS},
-        "model.delta_nets",
+        "model.shape.delta_nets",
         DeltaNets(layers=2, key_heads=2, value_heads=4, key_dim=8, value_dim=16),
     ),
     (PP2 | {"hybrid_layer_pattern": "GG|**-*", **NETS}, "memory.stage_layers", "**-*"),
@@ -147,7 +147,7 @@ def test_whole_evaluation_is_told_apart_from_what_megatron_is_told() -> None:
 
 
 def test_a_profile_must_be_of_the_jobs_experts(tmp_path: Path) -> None:
-    model = training_job(**MOE).model
+    model = training_job(**MOE).model.shape
     experts = {"count": 8, "ffn": 1024, "parallel": 1, "tensor": 1, "chosen": 2}
     sizes = {"hidden": model.hidden, "ffn": 2048, "heads": model.heads, "kv_heads": model.kv_heads}
     sizes |= {

@@ -12,7 +12,7 @@ from wlb_megatron.documents.lengths import Bound
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.chunks.choose_chunks import chunk_capacity
 from wlb_megatron.packing.memory_limits import GpuMemory, with_lmax
-from wlb_megatron.plugin.flags.trained_model import LARGE_VOCABULARY, MemoryFlags
+from wlb_megatron.plugin.flags.trained_model import MemoryFlags
 from wlb_megatron.plugin.flags.training_job import TrainingJob
 from wlb_megatron.workload.cost_model import (
     CostModel,
@@ -30,16 +30,16 @@ from wlb_megatron.workload.micro_batch import MICRO_BATCH_TOKENS
 
 def complete(job: TrainingJob) -> WlbConfig:
     """The settings with what the user left to the model's shape filled in."""
-    model, config = job.model, job.given
+    model, shape, config = job.model, job.model.shape, job.given
     balanced, document = config.quadratic_at, config.document_cost
     if job.costs is not None:
         balanced = job.costs.quadratic_at if balanced is None else balanced
         document = job.costs.per_document if document is None else document
     if balanced is None:
-        balanced = quadratic_at(model.heads * model.head_dim, model.layer_parameters)
+        balanced = quadratic_at(shape.heads * shape.head_dim, model.layer_parameters)
         balanced = with_windows(balanced, model.window or 0, model.whole_layers)
     if document is None:
-        table = h100().scaled(heads=model.heads, kv_heads=model.kv_heads, head_dim=model.head_dim)
+        table = h100().scaled(heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim)
         document = document_cost(table.segment, model.layer_parameters) if job.device.on_gpu else 0.0
     micro_batch = config.micro_batch_cost
     if micro_batch is None:
@@ -70,7 +70,7 @@ def micro_batch_cost(job: TrainingJob) -> MicroBatchCost:
     return costs_of_micro_batch(
         job.costs,
         model.layer_parameters / sizes.tensor,
-        model.heads * model.head_dim / sizes.tensor,
+        model.shape.heads * model.shape.head_dim / sizes.tensor,
         sizes.context,
         recompute=job.recomputed_share,
         layers=max(1, model.layers // sizes.pipeline) if sizes.pipeline > 1 else None,
@@ -93,7 +93,7 @@ def gpu_memory(job: TrainingJob, *, even_with_experts: bool = False) -> GpuMemor
 
     even_with_experts: assume uneven numbers of tokens instead (workload.memory.Experts).
     """
-    experts, size = job.model.experts, job.given.gpu_memory
+    experts, size = job.model.shape.experts, job.given.gpu_memory
     if job.memory is None or (experts is not None and not even_with_experts):
         return None
     shape, layout = model_and_layout(job, job.memory)
@@ -157,21 +157,12 @@ def adoptable_tokens(job: TrainingJob) -> int:
 
 def model_and_layout(job: TrainingJob, memory: MemoryFlags) -> tuple[Model, Layout]:
     """The job in workload.memory's terms."""
-    model, sizes, batches = job.model, job.sizes, job.batches
-    shape = Model(
-        hidden=model.hidden,
-        ffn=memory.ffn,
+    sizes, batches = job.sizes, job.batches
+    shape = replace(
+        job.model.shape,
         layers=memory.stage_layers + memory.depths,  # type: ignore[operator]  # both are numbers, or symbols
-        heads=model.heads,
-        kv_heads=model.kv_heads,
-        head_dim=model.head_dim,
-        vocab=model.vocabulary or LARGE_VOCABULARY,
-        gated=model.gated,
-        tied=model.tied,
-        dropout=model.dropout,
-        dtype_bytes=4 if model.dtype == "float32" else 2,
-        losses=1 + model.depths,
-        delta_nets=model.delta_nets,
+        experts=None,  # GpuMemory has them
+        projections=None,
     )
     count = batches.schedule.largest // (sizes.data * batches.micro_batch_size)
     layout = replace(

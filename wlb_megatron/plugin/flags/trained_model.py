@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from wlb_megatron.refusals import delta_nets
 from wlb_megatron.workload.cost_model import latent_parameters, layer_parameters
-from wlb_megatron.workload.memory import WHOLE, WHOLE_NET, DeltaNets, Experts
+from wlb_megatron.workload.memory import WHOLE, WHOLE_NET, DeltaNets, Experts, Model
 
 LARGE_VOCABULARY = 131072
 """Assumed where only the tokenizer knows, which is built after the flags are checked."""
@@ -15,16 +15,15 @@ LARGE_VOCABULARY = 131072
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedModel:
-    """Sizes of the whole model, not of a rank's part.
+    """The whole model, not a rank's part.
 
     Args:
-        layers: layers with attention.
+        shape: its sizes. layers are those with attention, a vocabulary that only the tokenizer knows is a large one.
+        layers: the same, as a number.
         ffn: the MLP's width; the mean of a layer with attention, if MLPs are layers of their own (HybridModel) or
             other layers have none (delta_nets).
         active_ffn: width of the MLP that a token passes, over all its experts.
-        head_dim: channels of a query or key head.
         value_dim: channels of a value head.
-        projections: weights of a layer's projections with multi-latent attention, None without.
         positions: --max-position-embeddings.
         depths: further tokens that are predicted (--mtp-num-layers).
         vocabulary: rows of the embedding, None if only the tokenizer knows.
@@ -35,28 +34,19 @@ class TrainedModel:
         implementation: --transformer-impl.
     """
 
+    shape: Model
     layers: int
-    hidden: int
     ffn: int
     active_ffn: int
-    heads: int
-    kv_heads: int
-    head_dim: int
     value_dim: int
     positions: int
-    gated: bool
-    tied: bool = False
-    dropout: bool = False
-    projections: int | None = None
-    experts: Experts | None = None
-    delta_nets: DeltaNets | None = None
-    depths: int = 0
-    vocabulary: int | None = None
-    window: int | None = None
-    whole_layers: float = 1.0
-    rows: int = 1
-    dtype: str = "bfloat16"
-    implementation: str = "transformer_engine"
+    depths: int
+    vocabulary: int | None
+    window: int | None
+    whole_layers: float
+    rows: int
+    dtype: str
+    implementation: str
 
     @classmethod
     def of(cls, args: Any) -> TrainedModel:
@@ -73,41 +63,58 @@ class TrainedModel:
         window, whole_layers = _windows(args)
         attention, dense, _ = layer_kinds(args)
         ffn, experts = args.ffn_hidden_size * dense // attention, _experts(args)
-        return cls(
-            layers=attention,
+        depths, vocabulary = (
+            getattr(args, "mtp_num_layers", None) or 0,
+            args.padded_vocab_size or args.vocab_size,
+        )
+        dtype = str(args.params_dtype).removeprefix("torch.")
+        shape = Model(
             hidden=args.hidden_size,
-            ffn=ffn,
-            active_ffn=ffn if experts is None else _active_ffn(args, experts),
+            ffn=args.ffn_hidden_size,
+            layers=attention,
             heads=heads,
             kv_heads=args.num_query_groups if grouped else heads,
             head_dim=head_dim,
-            value_dim=value_dim,
+            vocab=vocabulary or LARGE_VOCABULARY,
             gated=args.swiglu,
             tied=not args.untie_embeddings_and_output_weights,
             dropout=args.hidden_dropout > 0,
-            projections=projections,
+            dtype_bytes=4 if dtype == "float32" else 2,
+            losses=1 + depths,
             experts=experts,
+            projections=projections,
             delta_nets=_delta_nets(args),
-            depths=getattr(args, "mtp_num_layers", None) or 0,
+        )
+        return cls(
+            shape=shape,
+            layers=attention,
+            ffn=ffn,
+            active_ffn=ffn if experts is None else _active_ffn(args, experts),
+            value_dim=value_dim,
             positions=args.max_position_embeddings,
-            vocabulary=args.padded_vocab_size or args.vocab_size,
+            depths=depths,
+            vocabulary=vocabulary,
             window=window,
             whole_layers=whole_layers,
             rows=_rows(args),
-            dtype=str(args.params_dtype).removeprefix("torch."),
+            dtype=dtype,
             implementation=args.transformer_impl,
         )
+
+    def with_vocabulary(self, rows: int) -> TrainedModel:
+        return replace(self, vocabulary=rows, shape=replace(self.shape, vocab=rows))
 
     @property
     def layer_parameters(self) -> int:
         """Weights of a layer's matrix products that a token passes."""
-        nets, query, key = self.delta_nets, self.heads * self.head_dim, self.kv_heads * self.head_dim
-        if self.projections is not None:
+        shape = self.shape
+        query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        if shape.projections is not None:
             query = key = 0
-        parameters = layer_parameters(self.hidden, query, key, self.active_ffn, gated=self.gated)
-        if nets:
-            parameters += nets.work(self.hidden) * nets.layers // self.layers
-        return parameters + (self.projections or 0)
+        parameters = layer_parameters(shape.hidden, query, key, self.active_ffn, gated=shape.gated)
+        if nets := shape.delta_nets:
+            parameters += nets.work(shape.hidden) * nets.layers // self.layers
+        return parameters + (shape.projections or 0)
 
 
 def layer_symbols(args: Any) -> str:
@@ -200,7 +207,6 @@ class MemoryFlags:
     Args:
         stage_layers: layers of the fullest pipeline stage, its virtual stages together, without multi-token
             prediction's.
-        ffn: width of an MLP.
         fully_sharded: FSDP spreads weights and gradients over data-parallel ranks.
         recompute_layers: how many layers are recomputed at once, where they are recomputed in full.
         recompute_block: they are recomputed by blocks.
@@ -211,7 +217,6 @@ class MemoryFlags:
     """
 
     stage_layers: int | str
-    ffn: int
     fully_sharded: bool = False
     recompute_layers: int = 1
     recompute_block: bool = False
@@ -237,7 +242,6 @@ class MemoryFlags:
             layers = "|".join(patterns[0])
         return cls(
             stage_layers=layers,
-            ffn=args.ffn_hidden_size,
             fully_sharded=bool(getattr(args, "use_torch_fsdp2", False))
             or (megatron_fsdp and strategy == "optim_grads_params"),
             recompute_layers=args.recompute_num_layers or 1,

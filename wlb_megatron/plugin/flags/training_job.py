@@ -177,9 +177,9 @@ class TrainingJob:
         import torch  # not for the process that plans
 
         layer = kernel_choice.Layer(
-            dim=model.head_dim,
+            dim=model.shape.head_dim,
             v_dim=model.value_dim,
-            grouped=model.kv_heads != model.heads,
+            grouped=model.shape.kv_heads != model.shape.heads,
             dtype=model.dtype,
             capability=torch.cuda.get_device_capability(self.device.index) if self.device.on_gpu else None,
         )
@@ -191,7 +191,7 @@ class TrainingJob:
 
     def with_vocabulary(self, rows: int) -> TrainingJob:
         """The same once the tokenizer is built, which Megatron does after the flags are checked."""
-        return replace(self, model=replace(self.model, vocabulary=rows))
+        return replace(self, model=self.model.with_vocabulary(rows))
 
 
 def _recomputed_blocks(args: Any) -> int | None:
@@ -226,13 +226,13 @@ def profile_of(path: str | None, model: TrainedModel, tensor: int) -> Profile | 
     profile = read_profile(path)
     profile.refuse_other(
         {
-            "hidden": model.hidden,
+            "hidden": model.shape.hidden,
             "ffn": model.ffn,
-            "experts": model.experts,
-            "heads": model.heads,
-            "kv_heads": model.kv_heads,
-            "head_dim": model.head_dim,
-            "gated": model.gated,
+            "experts": model.shape.experts,
+            "heads": model.shape.heads,
+            "kv_heads": model.shape.kv_heads,
+            "head_dim": model.shape.head_dim,
+            "gated": model.shape.gated,
             "tp": tensor,
         }
     )

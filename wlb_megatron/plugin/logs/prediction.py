@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,6 @@ from wlb_megatron.packing.saved_pieces import Waiting
 from wlb_megatron.packing.varlen.arrange import in_given_order
 from wlb_megatron.pipeline.kept_layers import loads_of, plan_step_layers, recomputed_array
 from wlb_megatron.plan import IterationPlan
-from wlb_megatron.plugin.flags.trained_model import LARGE_VOCABULARY
 from wlb_megatron.plugin.flags.training_job import TrainingJob
 from wlb_megatron.plugin.logs.reporting import never_fatal
 from wlb_megatron.plugin.micro_batches.planning import ShardSettings
@@ -33,7 +33,6 @@ from wlb_megatron.simulator.plan_times import PlanTimes
 from wlb_megatron.workload.assumptions import Assumptions
 from wlb_megatron.workload.cost_model import CostModel
 from wlb_megatron.workload.kernel_table import KernelTable, h100
-from wlb_megatron.workload.memory import Model
 
 PredictGroups = Callable[[StepPlan, Sequence[int]], float | None]
 """Milliseconds of an iteration from its groups and the tokens of its documents."""
@@ -243,18 +242,11 @@ def layer_model(job: TrainingJob, table: KernelTable | None = None) -> LayerMode
     simulator does not take.
     """
     model, layout = job.model, job.sizes
-    shape = Model(
-        layers=model.layers,
-        hidden=model.hidden,
-        heads=model.heads,
-        kv_heads=model.kv_heads,
-        ffn=model.active_ffn + (0 if model.experts is None else model.experts.shared),
-        vocab=model.vocabulary or LARGE_VOCABULARY,
-        head_dim=(model.head_dim + model.value_dim) // 2,
-        gated=model.gated,
-        experts=model.experts,
-        projections=model.projections,
-        delta_nets=model.delta_nets,
+    experts = model.shape.experts
+    shape = replace(
+        model.shape,
+        ffn=model.active_ffn + (0 if experts is None else experts.shared),
+        head_dim=(model.shape.head_dim + model.value_dim) // 2,
     )
     if layout.virtual > 1 and layout.micro_step_multiple != layout.pipeline:
         raise ValueError(

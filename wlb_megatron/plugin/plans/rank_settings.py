@@ -63,7 +63,7 @@ def shard_settings(source: Source) -> ShardSettings:
         table = h100()
     if kernels == "cudnn":
         table = replace(table, backend=kernels)  # whoever's times: its graphs bound what one call may hold
-    heads = {"heads": model.heads // tp, "kv_heads": max(1, model.kv_heads // tp)}
+    heads = {"heads": model.shape.heads // tp, "kv_heads": max(1, model.shape.kv_heads // tp)}
     return ShardSettings(
         dp_rank=parallel_state.get_data_parallel_rank(),
         cp_size=job.sizes.context,
@@ -71,7 +71,7 @@ def shard_settings(source: Source) -> ShardSettings:
         sharding=source.config.sharding,
         in_step=job.trainer.in_step,
         keeps_layers=recompute_memory(job) is not None,
-        table=table.scaled(**heads, head_dim=model.head_dim),
+        table=table.scaled(**heads, head_dim=model.shape.head_dim),
         predictions=_predictions(source),
     )
 
@@ -83,17 +83,17 @@ def rank_layout(source: Source) -> Layout:
     return Layout(
         cp_rank=parallel_state.get_context_parallel_rank(),
         activation_divisor=sizes.tensor if sizes.sequence else 1,
-        hidden_size=model.hidden,
+        hidden_size=model.shape.hidden,
         reads_tokens=parallel_state.is_pipeline_first_stage(ignore_virtual=True)
         or parallel_state.is_pipeline_last_stage(ignore_virtual=True),
         window=model.window,
         stage_rank=parallel_state.get_data_parallel_rank(with_context_parallel=True),
         cp_size=sizes.context,
-        routes=model.experts is not None,
+        routes=model.shape.experts is not None,
         follows=model.depths,
         vocabulary=model.vocabulary,
-        gathers=model.delta_nets is not None,
-        by_document=model.experts is not None and "seq_aux_loss" in source.job.trainer.balancing,
+        gathers=model.shape.delta_nets is not None,
+        by_document=model.shape.experts is not None and "seq_aux_loss" in source.job.trainer.balancing,
     )
 
 

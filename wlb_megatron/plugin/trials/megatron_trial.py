@@ -171,7 +171,7 @@ NETS_TOLERATED = 0.1
 
 def try_delta_nets(job: TrainingJob) -> None:
     """Refuse the job if its gated delta nets cannot be run, or leak between documents, on this rank's device."""
-    nets, sizes = job.model.delta_nets, job.sizes
+    nets, sizes = job.model.shape.delta_nets, job.sizes
     if nets is None:
         return
     device = torch.device("cuda", job.device.index) if torch.cuda.is_available() else torch.device("cpu")
