@@ -21,8 +21,8 @@ from wlb_megatron.plugin.flags.limits import (
     adoptable_tokens,
     document_memory,
     fit_to_memory,
+    fullest_stage,
     gpu_memory,
-    model_and_layout,
     recompute_memory,
 )
 from wlb_megatron.plugin.flags.training_job import TrainingJob
@@ -43,7 +43,7 @@ IN_ROWS = {"fp8": "hybrid", "fp8_recipe": "delayed"}
 
 def shapes(job: TrainingJob) -> tuple[Model, Layout]:
     assert job.memory is not None
-    return model_and_layout(job, job.memory)
+    return fullest_stage(job, job.memory), job.sizes
 
 
 @pytest.fixture

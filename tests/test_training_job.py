@@ -96,7 +96,7 @@ ARRIVES: list[tuple[dict[str, Any], str, Any]] = [
     ({"seed": 7}, "seed", 7),
     ({"num_workers": 5}, "workers", 5),
     ({"exit_signal_handler": True}, "ignored_signal", 15),
-    ({"recompute_granularity": "full"}, "recompute", "full"),
+    ({"recompute_granularity": "full"}, "sizes.recompute", "full"),
     ({"overlap_grad_reduce": True}, "sizes.reduce_overlaps", True),
     ({"overlap_param_gather": True}, "sizes.gather_overlaps", True),
     ({"use_distributed_optimizer": False}, "sizes.distributed_optimizer", False),

@@ -24,7 +24,7 @@ from wlb_megatron.workload.cost_model import (
 from wlb_megatron.workload.costs import MicroBatchCost
 from wlb_megatron.workload.costs import micro_batch_cost as costs_of_micro_batch
 from wlb_megatron.workload.kernel_table import h100
-from wlb_megatron.workload.memory import GIB, Layout, Model, fit_document, keys_bytes
+from wlb_megatron.workload.memory import GIB, Model, fit_document, keys_bytes
 from wlb_megatron.workload.micro_batch import MICRO_BATCH_TOKENS
 
 
@@ -96,13 +96,19 @@ def gpu_memory(job: TrainingJob, *, even_with_experts: bool = False) -> GpuMemor
     experts, size = job.model.shape.experts, job.given.gpu_memory
     if job.memory is None or (experts is not None and not even_with_experts):
         return None
-    shape, layout = model_and_layout(job, job.memory)
     if size is None:
         bytes_here = whole_gib(torch.cuda.get_device_properties(job.device.index).total_memory)
     else:
         bytes_here = int(size * GIB)
     return GpuMemory(
-        *(bytes_here, shape, layout, job.batches.joined_window, job.alignment, job.given.memory_margin),
+        *(
+            bytes_here,
+            fullest_stage(job, job.memory),
+            job.sizes,
+            job.batches.joined_window,
+            job.alignment,
+            job.given.memory_margin,
+        ),
         experts=experts,
         layers=job.memory.patterns,
         depths=job.memory.depths,
@@ -112,7 +118,7 @@ def gpu_memory(job: TrainingJob, *, even_with_experts: bool = False) -> GpuMemor
 def recompute_memory(job: TrainingJob) -> GpuMemory | None:
     """The memory by which each step keeps layers; None if steps run the flags of recomputation."""
     config = job.config
-    plans_layers = (config.recompute, job.recompute, config.cp_mode) == ("auto", "full", "fixed")
+    plans_layers = (config.recompute, job.sizes.recompute, config.cp_mode) == ("auto", "full", "fixed")
     if not plans_layers or job.trainer.keeping_changes(config.chunks) is not None:
         return None
     return gpu_memory(job, even_with_experts=True)
@@ -155,24 +161,11 @@ def adoptable_tokens(job: TrainingJob) -> int:
         return 0
 
 
-def model_and_layout(job: TrainingJob, memory: MemoryFlags) -> tuple[Model, Layout]:
-    """The job in workload.memory's terms."""
-    sizes, batches = job.sizes, job.batches
-    shape = replace(
+def fullest_stage(job: TrainingJob, memory: MemoryFlags) -> Model:
+    """The model of which a stage holds most layers, in workload.memory's terms."""
+    return replace(
         job.model.shape,
         layers=memory.stage_layers + memory.depths,  # type: ignore[operator]  # both are numbers, or symbols
         experts=None,  # GpuMemory has them
         projections=None,
     )
-    count = batches.schedule.largest // (sizes.data * batches.micro_batch_size)
-    layout = replace(
-        sizes,
-        micro_batches=-(-count // sizes.micro_step_multiple) * sizes.micro_step_multiple,
-        fully_sharded=memory.fully_sharded,
-        losses_in_forward=job.trainer.shards_weights,
-        recompute=job.recompute,
-        recompute_layers=memory.recompute_layers,
-        recompute_block=memory.recompute_block,
-        keep_keys=not job.given.regather_keys,
-    )
-    return shape, layout

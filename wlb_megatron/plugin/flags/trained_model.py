@@ -207,9 +207,6 @@ class MemoryFlags:
     Args:
         stage_layers: layers of the fullest pipeline stage, its virtual stages together, without multi-token
             prediction's.
-        fully_sharded: FSDP spreads weights and gradients over data-parallel ranks.
-        recompute_layers: how many layers are recomputed at once, where they are recomputed in full.
-        recompute_block: they are recomputed by blocks.
         patterns: layers of several kinds by their symbols, of each virtual stage of each stage; stage_layers and
             depths are such symbols then, too. A GPTModel's with gated delta nets are those of the stage that may have
             most of them.
@@ -217,17 +214,12 @@ class MemoryFlags:
     """
 
     stage_layers: int | str
-    fully_sharded: bool = False
-    recompute_layers: int = 1
-    recompute_block: bool = False
     patterns: tuple[tuple[str, ...], ...] | None = None
     depths: int | str = 0
 
     @classmethod
     def of(cls, args: Any) -> MemoryFlags:
         """args: Megatron's validated arguments."""
-        megatron_fsdp = getattr(args, "use_megatron_fsdp", False)
-        strategy = getattr(args, "data_parallel_sharding_strategy", None)
         layers: int | str = _fullest_stage(args)
         depths, patterns = getattr(args, "mtp_num_layers", None) or 0, None
         if pattern := getattr(args, "hybrid_layer_pattern", None):
@@ -240,15 +232,7 @@ class MemoryFlags:
         elif "G" in layer_symbols(args):
             patterns, depths = _net_stages(args), WHOLE * (getattr(args, "mtp_num_layers", None) or 0)
             layers = "|".join(patterns[0])
-        return cls(
-            stage_layers=layers,
-            fully_sharded=bool(getattr(args, "use_torch_fsdp2", False))
-            or (megatron_fsdp and strategy == "optim_grads_params"),
-            recompute_layers=args.recompute_num_layers or 1,
-            recompute_block=args.recompute_method == "block",
-            patterns=patterns,
-            depths=depths,
-        )
+        return cls(stage_layers=layers, patterns=patterns, depths=depths)
 
 
 def _net_stages(args: Any) -> tuple[tuple[str, ...], ...]:

@@ -80,7 +80,6 @@ class TrainingJob:
     seed: int
     workers: int
     ignored_signal: int | None
-    recompute: str
     recompute_blocks: int | None
     one_length: bool
     timeout: int
@@ -93,7 +92,8 @@ class TrainingJob:
 
         WlbError where flags do not fit together or a file that one names cannot be read.
         """
-        model, sizes = TrainedModel.of(args), layout_of(args)
+        model, batches = TrainedModel.of(args), BatchSizes.of(args)
+        sizes = layout_of(args, batches, keep_keys=not settings.regather_keys)
         device = RankDevice(
             on_gpu=args.distributed_backend == "nccl", index=args.local_rank, rank=getattr(args, "rank", 0)
         )
@@ -102,7 +102,7 @@ class TrainingJob:
             config=settings,
             model=model,
             sizes=sizes,
-            batches=BatchSizes.of(args),
+            batches=batches,
             data=DataPaths.of(args),
             trainer=trainer_of(args),
             evaluation=Evaluation(
@@ -118,7 +118,6 @@ class TrainingJob:
             seed=args.seed,
             workers=args.num_workers,
             ignored_signal=int(args.exit_signal) if args.exit_signal_handler else None,
-            recompute=args.recompute_granularity or "none",
             recompute_blocks=_recomputed_blocks(args),
             one_length=one_length(args),
             timeout=args.distributed_timeout_minutes,
@@ -133,7 +132,7 @@ class TrainingJob:
     @property
     def recomputed_share(self) -> float:
         """Layers recomputed in full, by the flags, of all layers."""
-        if self.recompute != "full":
+        if self.sizes.recompute != "full":
             return 0.0
         chunk = self.model.layers / (self.sizes.pipeline * self.sizes.virtual)
         return 1.0 if self.recompute_blocks is None else min(1.0, self.recompute_blocks / chunk)
@@ -200,9 +199,12 @@ def _recomputed_blocks(args: Any) -> int | None:
     return max(1, (args.recompute_num_layers or 1) * layer_kinds(args)[0] // args.num_layers)
 
 
-def layout_of(args: Any) -> Layout:
-    """args: Megatron's validated arguments. What memory alone depends on is in MemoryFlags."""
-    return Layout(
+def layout_of(args: Any, batches: BatchSizes, *, keep_keys: bool) -> Layout:
+    """args: Megatron's validated arguments. keep_keys: not --wlb-regather-keys."""
+    megatron_fsdp = getattr(args, "use_megatron_fsdp", False)
+    strategy = getattr(args, "data_parallel_sharding_strategy", None)
+    torch_fsdp = bool(getattr(args, "use_torch_fsdp2", False))
+    layout = Layout(
         tensor=args.tensor_model_parallel_size,
         context=args.context_parallel_size,
         pipeline=args.pipeline_model_parallel_size,
@@ -213,7 +215,18 @@ def layout_of(args: Any) -> Layout:
         distributed_optimizer=bool(args.use_distributed_optimizer),
         reduce_overlaps=bool(getattr(args, "overlap_grad_reduce", False)),
         gather_overlaps=bool(getattr(args, "overlap_param_gather", False)),
+        fully_sharded=torch_fsdp or (megatron_fsdp and strategy == "optim_grads_params"),
+        losses_in_forward=torch_fsdp or bool(megatron_fsdp),
+        recompute=args.recompute_granularity or "none",
+        recompute_layers=args.recompute_num_layers or 1,
+        recompute_block=args.recompute_method == "block",
+        keep_keys=keep_keys,
     )
+    count, multiple = (
+        batches.schedule.largest // (layout.data * batches.micro_batch_size),
+        layout.micro_step_multiple,
+    )
+    return replace(layout, micro_batches=max(1, -(-count // multiple)) * multiple)
 
 
 def profile_of(path: str | None, model: TrainedModel, tensor: int) -> Profile | None:

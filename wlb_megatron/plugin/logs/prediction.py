@@ -259,7 +259,7 @@ def layer_model(job: TrainingJob, table: KernelTable | None = None) -> LayerMode
         assumptions=with_links(Assumptions.of_gpu(kernel_table.device), job.costs),
         measured=kernel_table,
         costs=job.costs,
-        recompute=job.recompute,
+        recompute=job.sizes.recompute,
         recompute_blocks=job.recompute_blocks,
         regather=job.given.regather_keys,
     )

@@ -67,7 +67,7 @@ def _of_delay(packer: VarlenPacker, *, equal: bool) -> str:
 def _of_recomputation(source: Source) -> Iterator[str]:
     """What steps recompute of the layers that the flags name, or why all of these."""
     job = source.job
-    if (job.recompute, source.config.recompute) != ("full", "auto"):
+    if (job.sizes.recompute, source.config.recompute) != ("full", "auto"):
         return
     if source.config.cp_mode == "dynamic":
         yield "recomputes as the flags say in every step: the groups of --wlb-cp-mode dynamic are planned with that"
