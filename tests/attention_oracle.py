@@ -13,7 +13,7 @@ from plan_checks import merge_touching, validate
 from wlb_megatron.attention import kv_exchange
 from wlb_megatron.attention.device_layout import device_layout
 from wlb_megatron.attention.kernels.torch_backend import TorchKernels
-from wlb_megatron.attention.sharded_attention import sharded_attention
+from wlb_megatron.attention.sharded_attention import LayerSettings, sharded_attention
 from wlb_megatron.sharding.alignment import padding
 from wlb_megatron.sharding.calls.attention_calls import attention_layout
 from wlb_megatron.sharding.segments import ShardPlan
@@ -156,15 +156,13 @@ def on_all_ranks(
         index = torch.from_numpy(plan.packed_index(rank))
         layout = device_layout(attention_layout(plan, rank, window), "cpu")
         inputs = [t[index].requires_grad_() for t in (x.q, x.k, x.v)]
-        options = {
-            "sink": None if sink is None else sink.clone().requires_grad_(),
-            "windowed": window is not None,
-        }
+        own_sink = None if sink is None else sink.clone().requires_grad_()
+        settings = LayerSettings(keep_keys, own_sink, window is not None)
         try:
             out = sharded_attention(
-                *inputs, layout, Member(group, rank), kernels or TorchKernels(), scale, keep_keys, **options
+                *inputs, layout, Member(group, rank), kernels or TorchKernels(), scale, settings
             )
-            inputs += [] if sink is None else [options["sink"]]
+            inputs += [] if sink is None else [own_sink]
             return index, out.detach(), *torch.autograd.grad(out, inputs, x.dout[index])
         except BaseException:
             group.barrier.abort()

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from wlb_megatron.attention.device_layout import device_layout
 from wlb_megatron.attention.kernels.torch_backend import TorchKernels
 from wlb_megatron.attention.key_cache import KeyCache
-from wlb_megatron.attention.sharded_attention import sharded_attention
+from wlb_megatron.attention.sharded_attention import LayerSettings, sharded_attention
 from wlb_megatron.plan import PADDING, Piece
 from wlb_megatron.sharding.calls.attention_calls import attention_layout
 from wlb_megatron.sharding.chunks import links_of
@@ -133,8 +133,8 @@ class Iteration:
         layout = device_layout(attention_layout(plan, rank, layer.window), "cpu")
 
         def attend(q, k, v):
-            options = {"sink": sink, "windowed": layer.window is not None, "cache": cache}
-            return sharded_attention(q, k, v, layout, group, layer.kernels, SCALE, layer.keep_keys, **options)
+            settings = LayerSettings(layer.keep_keys, sink, layer.window is not None, cache)
+            return sharded_attention(q, k, v, layout, group, layer.kernels, SCALE, settings)
 
         rows = self.places[index][torch.from_numpy(plan.packed_index(rank))]
         inputs = [t[rows].requires_grad_() for t in (x.q, x.k, x.v)]

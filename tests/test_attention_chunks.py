@@ -16,7 +16,7 @@ from megatron_runs import free_port
 from wlb_megatron.attention.device_layout import device_layout
 from wlb_megatron.attention.kernels.torch_backend import TorchKernels
 from wlb_megatron.attention.key_cache import KeyCache, cached_bytes, clear_caches
-from wlb_megatron.attention.sharded_attention import sharded_attention
+from wlb_megatron.attention.sharded_attention import LayerSettings, sharded_attention
 from wlb_megatron.pipeline.orders import grouped_orders, groups
 from wlb_megatron.plan import Piece
 from wlb_megatron.registry import SHARDINGS
@@ -192,7 +192,9 @@ def test_micro_batches_of_whole_documents_leave_the_cache_alone():
     layout = device_layout(attention_layout(plan, 0, 3), "cpu")
     assert layout.cache is None and layout.window.cache is None
     x = Iteration(*shard_plans([[Piece(0, 0, 0, 20)]], 1, "per-document")).tensors()
-    sharded_attention(x.q, x.k, x.v, layout, None, TorchKernels(), SCALE, cache=(cache := KeyCache()))
+    sharded_attention(
+        x.q, x.k, x.v, layout, None, TorchKernels(), SCALE, LayerSettings(cache=(cache := KeyCache()))
+    )
     assert not cache._entries and not cache._recorded
 
 

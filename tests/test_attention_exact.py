@@ -27,7 +27,7 @@ from megatron_runs import free_port
 
 from wlb_megatron.attention.device_layout import device_layout
 from wlb_megatron.attention.kernels.torch_backend import TorchKernels
-from wlb_megatron.attention.sharded_attention import sharded_attention
+from wlb_megatron.attention.sharded_attention import LayerSettings, sharded_attention
 from wlb_megatron.registry import SHARDINGS
 from wlb_megatron.sharding.calls.attention_calls import attention_layout
 from wlb_megatron.sharding.segments import ShardPlan
@@ -305,9 +305,8 @@ def test_data_of_another_plan_wide_values_and_windows_without_a_layout_are_refus
     ):
         x = random_tensors(tokens, **shape)
         with pytest.raises(ValueError, match=says):
-            sharded_attention(
-                x.q, x.k, x.v, layout, Member(ThreadGroup(1), 0), TorchKernels(), 1.0, **options
-            )
+            rest = layout, Member(ThreadGroup(1), 0), TorchKernels(), 1.0, LayerSettings(**options)
+            sharded_attention(x.q, x.k, x.v, *rest)
 
 
 # --- the exchange across real processes: gloo, fp32 and fp64, two and four ranks ---
@@ -337,7 +336,9 @@ def compare_in(group):
             for keep_keys in (True, False):
                 layout = device_layout(attention_layout(plan, rank), "cpu")
                 q, k, v = (t[index].requires_grad_() for t in (x.q, x.k, x.v))
-                out = sharded_attention(q, k, v, layout, group, TorchKernels(), SCALE, keep_keys)
+                out = sharded_attention(
+                    q, k, v, layout, group, TorchKernels(), SCALE, LayerSettings(keep_keys)
+                )
                 got = out, *torch.autograd.grad(out, (q, k, v), x.dout[index])
                 for a, b in zip(got, expected, strict=True):
                     error = (a.double() - b[index]).norm() / b[index].norm()

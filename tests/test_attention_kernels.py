@@ -29,7 +29,7 @@ from wlb_megatron.attention.device_layout import device_layout
 from wlb_megatron.attention.kernels import graph_buckets
 from wlb_megatron.attention.kernels.before_training import TOLERATED, warm_up, worst_error
 from wlb_megatron.attention.kernels.graph_buckets import Equal, bucket, repeated
-from wlb_megatron.attention.sharded_attention import sharded_attention
+from wlb_megatron.attention.sharded_attention import LayerSettings, sharded_attention
 from wlb_megatron.errors import WlbError
 from wlb_megatron.sharding.alignment import padding
 from wlb_megatron.sharding.calls.attention_calls import attention_layout
@@ -201,7 +201,7 @@ def alone(asked, lengths, window=None, deterministic=False, **shape):
     inputs = [t.clone().requires_grad_() for t in (x.q, x.k, x.v)]
     kernels = asked.backend.TransformerEngineKernels(deterministic)
     out = sharded_attention(
-        *inputs, layout, Member(ThreadGroup(1), 0), kernels, SCALE, windowed=window is not None
+        *inputs, layout, Member(ThreadGroup(1), 0), kernels, SCALE, LayerSettings(windowed=window is not None)
     )
     got = [out.detach(), *torch.autograd.grad(out, inputs, x.dout)]
     assert largest_error(got, one_document_at_a_time(lengths, x, window=window)) < 1e-10

@@ -247,7 +247,7 @@ MOST_PARAMETERS = 8
 LONG_SIGNATURES = {
     *("_merge", "_spread", "_sum_pairs"),
     *("choose_chunks", "gpu_memory", "inspect_plans", "make_packer", "_make_varlen"),
-    *("plan_job", "plan_step", "sharded_attention"),
+    *("plan_job", "plan_step"),
 }
 """Functions that still take more, the first three as Triton's kernels do. No other may."""
 

@@ -29,7 +29,7 @@ from wlb_megatron.attention.kernels.graph_buckets import Warmable
 from wlb_megatron.attention.kernels.kernel_choice import Layer
 from wlb_megatron.attention.kernels.torch_backend import TorchKernels
 from wlb_megatron.attention.key_cache import KeyCache
-from wlb_megatron.attention.sharded_attention import Kernels, sharded_attention
+from wlb_megatron.attention.sharded_attention import Kernels, LayerSettings, sharded_attention
 from wlb_megatron.errors import WlbError
 from wlb_megatron.sharding.calls.attention_calls import AttentionLayout, attention_layout
 from wlb_megatron.sharding.segments import ShardPlan
@@ -168,10 +168,12 @@ class WlbCoreAttention:
             packed_seq_params.group or self._group(),
             self.kernels[1],
             self._scale,
-            self.keep_keys,
-            sink=getattr(self, "softmax_offset", None),  # the parent's, of its softmax type
-            windowed=self._windowed,
-            cache=self._caches[packed_seq_params.depth],
+            LayerSettings(
+                self.keep_keys,
+                getattr(self, "softmax_offset", None),  # the parent's sink, of its softmax type
+                self._windowed,
+                self._caches[packed_seq_params.depth],
+            ),
         )
         return out if query.dim() == 4 else out.flatten(1).unsqueeze(1)
 

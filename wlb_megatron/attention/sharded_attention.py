@@ -8,7 +8,7 @@ travel back while the diagonals run if the plan has ranks in step, else after th
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ class Kernels(Protocol):
     """The interface of a backend: plain variable-length attention in which every row belongs to a sequence.
 
     q: [rows, heads, dim]. out, dout: [rows, heads, v dim]. lse: [rows, heads], the log of the softmax denominator.
-    kv: one row per key, as pairs.side_by_side makes them. All are contiguous except lse, which may be stored by
+    kv: one row per key, as row_sums.side_by_side makes them. All are contiguous except lse, which may be stored by
     heads.
     """
 
@@ -50,6 +50,25 @@ class Kernels(Protocol):
         """dq and dkv for these keys, given out and lse of the softmax over all keys."""
 
 
+class LayerSettings(NamedTuple):
+    """What a layer may have beside its kernels.
+
+    Args:
+        keep_keys: Save the exchanged keys for backward, else exchange them again.
+        sink: [heads], see apply_sink.
+        windowed: The layer uses the layout's window.
+        cache: The layer's, if documents come in chunks.
+    """
+
+    keep_keys: bool = True
+    sink: Tensor | None = None
+    windowed: bool = False
+    cache: KeyCache | None = None
+
+
+_USUAL = LayerSettings()
+
+
 def sharded_attention(
     q: Tensor,
     k: Tensor,
@@ -58,29 +77,21 @@ def sharded_attention(
     group: Any,
     kernels: Kernels,
     scale: float,
-    keep_keys: bool = True,
-    *,
-    sink: Tensor | None = None,
-    windowed: bool = False,
-    cache: KeyCache | None = None,
+    settings: LayerSettings = _USUAL,
 ) -> Tensor:
     """Attention of the rank's own tokens.
 
     q: [t, heads, dim]; k: [t, kv heads, dim]; v: [t, kv heads, v dim]. Returns [t, heads, v dim]. With Megatron's
     inputs [t, 1, ..] it returns [t, 1, heads * v dim], which saves five autograd nodes of views.
 
-    * group: the context-parallel process group. keep_keys: save the exchanged keys for backward, else exchange them
-      again.
-    * sink: [heads], see apply_sink. windowed: the layer uses the layout's window. cache: the layer's, if documents come
-      in chunks.
-
-    Raises ValueError if shapes do not fit the layout.
+    group: the context-parallel process group. Raises ValueError if shapes do not fit the layout.
     """
     if q.shape[0] != layout.tokens or k.shape[0] != layout.tokens:
         raise ValueError(
             f"attention was given {q.shape[0]} queries and {k.shape[0]} keys, but the micro-batch's plan gives "
             f"this rank {layout.tokens} tokens: plan and data do not belong together"
         )
+    keep_keys, sink, windowed, cache = settings
     dim, v_dim = q.shape[-1], v.shape[-1]
     pad = v_dim != dim and not kernels.takes(dim, v_dim)
     if k.shape[:-1] != v.shape[:-1] or k.shape[-1] != dim or v_dim > dim:

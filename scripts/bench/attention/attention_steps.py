@@ -15,7 +15,7 @@ from scripts.bench.attention.attention_bench import KERNELS, Step, layers_of, le
 from wlb_megatron.attention import kv_exchange
 from wlb_megatron.attention.device_layout import DeviceExchange, DeviceLayout, device_layout
 from wlb_megatron.attention.kernels.row_sums import apart, side_by_side
-from wlb_megatron.attention.sharded_attention import Kernels, sharded_attention
+from wlb_megatron.attention.sharded_attention import Kernels, LayerSettings, sharded_attention
 from wlb_megatron.sharding.calls.attention_calls import AttentionLayout, attention_layout
 from wlb_megatron.sharding.calls.exchange import ExchangePlan
 from wlb_megatron.sharding.segments import ShardPlan
@@ -130,9 +130,7 @@ def sharded_step(
             group,
             way.kernels,
             scale,
-            way.keep_keys,
-            sink=sink[0] if sink else None,
-            windowed=way.window is not None,
+            LayerSettings(way.keep_keys, sink[0] if sink else None, way.window is not None),
         )
 
     return layers_of(attend, inputs, dout), index
