@@ -128,11 +128,6 @@ def test_a_document_of_the_window_is_taken_and_one_token_more_is_policy(
     assert sorted((p.start, p.end) for row in rows for p in row) == sorted(expected)
 
 
-def test_an_overlong_piece_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="document 0 has 100 tokens, above the window of 51: split it"):
-        make_planner([100, 10], window=51, micro_batches=2, max_tokens=64).next_iteration()
-
-
 def test_documents_that_fill_a_micro_batch_alone_leave_none_empty() -> None:
     plans = run(make_planner([40, 40, 40] * 6, window=51, micro_batches=1, dp=2, max_tokens=64))
     check_promises(plans, 64, bins=2)

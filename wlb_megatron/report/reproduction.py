@@ -123,31 +123,30 @@ def _speedups(title: str, rows: list[dict[str, Any]], paper_means: dict[str, flo
         *("setting", "TP x CP x PP x DP", *schemes, "bound", "ours of bound"),
         *(*(f"{scheme}, equal work" for scheme in equal_work_schemes), "paper's WLB-LLM"),
     )
-    table = []
-    for row in rows:
-        figures = [f"{row['schemes'][scheme]['speedup']:.3f}" for scheme in schemes]
-        layout = " x ".join(map(str, row["layout"].values()))
-        paper = _cell(row["paper_speedup"]) or "-"
-        share = 100 * row["schemes"]["ours"]["of_bound"]
-        work = [f"{row['schemes'][scheme]['equal_work_speedup']:.3f}" for scheme in equal_work_schemes]
-        table.append([row["name"], layout, *figures, f"{row['bound']:.3f}", f"{share:.1f} %", *work, paper])
+
+    def line(
+        name: str, layout: str, rows_of_line: Sequence[dict[str, Any]], paper: float | None
+    ) -> list[str]:
+        def mean(scheme: str, figure: str) -> float:
+            return float(np.mean([row["schemes"][scheme][figure] for row in rows_of_line]))
+
+        return [
+            *(name, layout, *(f"{mean(scheme, 'speedup'):.3f}" for scheme in schemes)),
+            f"{np.mean([row['bound'] for row in rows_of_line]):.3f}",
+            f"{100 * mean('ours', 'of_bound'):.1f} %",
+            *(f"{mean(scheme, 'equal_work_speedup'):.3f}" for scheme in equal_work_schemes),
+            _cell(paper) or "-",
+        ]
+
+    table = [
+        line(row["name"], " x ".join(map(str, row["layout"].values())), [row], row["paper_speedup"])
+        for row in rows
+    ]
     if paper_means is not None:
-        for part in (
-            "all",
-            *sorted({row["name"].rpartition("-")[2] for row in rows}, key=lambda k: int(k[:-1])),
-        ):
-            part_rows = [r for r in rows if part == "all" or r["name"].endswith(f"-{part}")]
-            bound = float(np.mean([r["bound"] for r in part_rows]))
-            share = 100 * float(np.mean([r["schemes"]["ours"]["of_bound"] for r in part_rows]))
-            figures = [
-                f"{np.mean([r['schemes'][scheme]['speedup'] for r in part_rows]):.3f}" for scheme in schemes
-            ]
-            paper = _cell(paper_means.get(part)) or "-"
-            work = [
-                f"{np.mean([r['schemes'][scheme]['equal_work_speedup'] for r in part_rows]):.3f}"
-                for scheme in equal_work_schemes
-            ]
-            table.append([f"mean, {part}", "", *figures, f"{bound:.3f}", f"{share:.1f} %", *work, paper])
+        windows = sorted({row["name"].rpartition("-")[2] for row in rows}, key=lambda k: int(k[:-1]))
+        for part in ("all", *windows):
+            part_rows = [row for row in rows if part == "all" or row["name"].endswith(f"-{part}")]
+            table.append(line(f"mean, {part}", "", part_rows, paper_means.get(part)))
     return Section(
         title,
         header,

@@ -82,7 +82,7 @@ class ChunkPacker(Packer):
 
     def pack(self, iteration: int, arrived: Sequence[Piece], batch: Batch, draining: bool = False) -> Packed:
         self._limits = replace(self._limits, bins=batch.bins)
-        items = [*self._waiting, *self._items(arrived, [iteration] * len(arrived))]
+        items = [*self._waiting, *self._items([Waiting(piece, iteration) for piece in arrived])]
         ranks = spread_over_ranks(by_falling_work(items), self._ranks.dp)
         share = max(sum(map(_WORK, rank)) for rank in ranks)
         windows = batch.bins // self._ranks.dp
@@ -147,11 +147,9 @@ class ChunkPacker(Packer):
                 return best_try
         return _Tried(price, tuple(zip(*columns, strict=True)))
 
-    def _items(self, pieces: Sequence[Piece], entries: Sequence[int]) -> list[Item]:
-        lengths = [end - start for _, _, start, end, _ in pieces]
-        first, self._serial = self._serial, self._serial + len(pieces)
-        serials = range(first, self._serial)
-        return items_of(self._cost.work(lengths).tolist(), lengths, serials, entries, pieces)
+    def _items(self, waiting_pieces: Sequence[Waiting]) -> list[Item]:
+        first, self._serial = self._serial, self._serial + len(waiting_pieces)
+        return items_of(self._cost, waiting_pieces, first)
 
     def snapshot(self) -> Callable[[], dict[str, Any]]:
         settings, items = self._settings(), self._waiting  # a list that is not changed, but replaced
@@ -164,8 +162,7 @@ class ChunkPacker(Packer):
     def load_state(self, state: dict[str, Any]) -> None:
         """Everything that waited trains in the next iteration, whatever its bound on delay."""
         check_settings(state["settings"], {name: self._settings()[name] for name in ("packing", "window")})
-        saved = decode(state["waiting"])
-        self._waiting = self._items([item.piece for item in saved], [item.entry for item in saved])
+        self._waiting = self._items(decode(state["waiting"]))
 
     def _settings(self) -> dict[str, Any]:
         return {

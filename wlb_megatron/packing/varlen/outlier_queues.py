@@ -9,7 +9,9 @@ from itertools import pairwise, repeat
 from operator import itemgetter
 from typing import NamedTuple
 
+from wlb_megatron.packing.saved_pieces import Waiting
 from wlb_megatron.plan import Piece
+from wlb_megatron.workload.cost_model import CostModel
 
 
 class Item(NamedTuple):
@@ -26,15 +28,13 @@ class Item(NamedTuple):
     piece: Piece
 
 
-def items_of(
-    works: Sequence[int],
-    tokens: Sequence[int],
-    serials: range,
-    entries: Sequence[int],
-    pieces: Sequence[Piece],
-) -> list[Item]:
-    """Items from these columns. (Same result as Item._make, in half its time.)"""
-    return list(map(tuple.__new__, repeat(Item), zip(works, tokens, serials, entries, pieces, strict=True)))
+def items_of(cost: CostModel, waiting_pieces: Sequence[Waiting], first_serial: int) -> list[Item]:
+    """Items of pieces in the order in which they arrived. (Same result as Item._make, in half its time.)"""
+    pieces, entries = zip(*waiting_pieces, strict=True) if waiting_pieces else ((), ())
+    lengths = [end - start for _, _, start, end, _ in pieces]
+    serials = range(first_serial, first_serial + len(pieces))
+    columns = cost.work(lengths).tolist(), lengths, serials, entries, pieces
+    return list(map(tuple.__new__, repeat(Item), zip(*columns, strict=True)))
 
 
 def by_falling_work(items: list[Item]) -> list[Item]:

@@ -231,7 +231,7 @@ class VarlenPacker(Packer):
         return Arranged(assign_ranks(micro_batches, self._ranks), left_over)
 
     def _take_in(self, arrived: Sequence[Piece], iteration: int) -> list[Item]:
-        items = self._make_items([(piece, iteration) for piece in arrived])
+        items = self._items([Waiting(piece, iteration) for piece in arrived])
         self._price.see_arrivals(sum(map(_TOKENS, items)), sum(map(_WORK, items)))
         return self._sort_in(items)
 
@@ -243,20 +243,9 @@ class VarlenPacker(Packer):
                 self._queues.put(item)
         return [item for item in items if item.tokens < shortest_outlier]
 
-    def _make_items(self, arrivals: Sequence[tuple[Piece, int]]) -> list[Item]:
-        lengths = [end - start for (_, _, start, end, _), _ in arrivals]
-        longest_tokens = max(lengths, default=0)
-        if longest_tokens > self._limits.window:
-            piece, _ = arrivals[lengths.index(longest_tokens)]
-            raise WlbError(
-                f"document {piece.document} has {longest_tokens} tokens, above the window of {self._limits.window}: "
-                "split it before packing"
-            )
-        work = self._cost.work(lengths).tolist()
-        first, self._serial = self._serial, self._serial + len(arrivals)
-        pieces, entries = zip(*arrivals, strict=True) if arrivals else ((), ())
-        serials = range(first, self._serial)
-        return items_of(work, lengths, serials, entries, pieces)
+    def _items(self, waiting_pieces: Sequence[Waiting]) -> list[Item]:
+        first, self._serial = self._serial, self._serial + len(waiting_pieces)
+        return items_of(self._cost, waiting_pieces, first)
 
     def _place_due(self, due_items: list[Item], number: int) -> tuple[Bins, list[Item]]:
         """Places due items balanced if all fit that way, else oldest first, which fits.
@@ -338,7 +327,7 @@ class VarlenPacker(Packer):
         check_settings(saved, self._settings() | {"thresholds": list(thresholds), "max_tokens": capacity})
         self._limits, self.max_tokens = replace(self._limits, capacity=capacity), capacity
         self._queues = OutlierQueues(thresholds)
-        self._left = self._sort_in(self._make_items(decode(state["waiting"])))
+        self._left = self._sort_in(self._items(decode(state["waiting"])))
         self._price.load_state(state["price"])
 
     def _settings(self) -> dict[str, Any]:
