@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from wlb_megatron.sharding.alignment import padding
-from wlb_megatron.sharding.calls.attention_calls import attention_layout
+from wlb_megatron.sharding.attention_calls import attention_layout
 from wlb_megatron.sharding.segments import ShardPlan
 
 

@@ -30,7 +30,7 @@ from wlb_megatron.plugin.step import kernel_graphs
 from wlb_megatron.plugin.step.kernel_graphs import GraphSizes, build_graphs, likeliest_first
 from wlb_megatron.registry import SHARDINGS
 from wlb_megatron.sharding.alignment import padding
-from wlb_megatron.sharding.calls.attention_calls import attention_layout
+from wlb_megatron.sharding.attention_calls import attention_layout
 from wlb_megatron.sharding.cut import in_fewest_calls
 from wlb_megatron.sharding.select import shard
 from wlb_megatron.workload.kernel_table import h100

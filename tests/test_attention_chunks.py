@@ -20,7 +20,7 @@ from wlb_megatron.attention.sharded_attention import LayerSettings, sharded_atte
 from wlb_megatron.pipeline.orders import grouped_orders, groups
 from wlb_megatron.plan import Piece
 from wlb_megatron.registry import SHARDINGS
-from wlb_megatron.sharding.calls.attention_calls import attention_layout
+from wlb_megatron.sharding.attention_calls import attention_layout
 
 EXACT = 1e-10
 SINK = torch.randn(4, generator=torch.Generator().manual_seed(5), dtype=torch.float64)

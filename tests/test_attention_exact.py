@@ -29,7 +29,7 @@ from wlb_megatron.attention.device_layout import device_layout
 from wlb_megatron.attention.kernels.torch_backend import TorchKernels
 from wlb_megatron.attention.sharded_attention import LayerSettings, sharded_attention
 from wlb_megatron.registry import SHARDINGS
-from wlb_megatron.sharding.calls.attention_calls import attention_layout
+from wlb_megatron.sharding.attention_calls import attention_layout
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.sharding.select import shard
 
@@ -202,7 +202,7 @@ def test_gradients_travel_under_the_diagonals_only_where_ranks_are_in_step(monke
         assert [attention_layout(plan, rank).hide_return for rank in range(4)] == [hides] * 4
     plan = shard([8 * 64], 4, "per-document")
     assert_exact(plan)
-    monkeypatch.setattr("wlb_megatron.sharding.calls.attention_calls.PAIRS_WORTH_A_KEY", 0)
+    monkeypatch.setattr("wlb_megatron.sharding.attention_calls.PAIRS_WORTH_A_KEY", 0)
     assert not attention_layout(plan, 0).hide_return
     assert_exact(plan)
     # Whole documents: nothing to wait for.

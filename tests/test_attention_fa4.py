@@ -28,7 +28,7 @@ from hypothesis import given, settings
 
 from wlb_megatron.attention import sharded_attention
 from wlb_megatron.attention.device_layout import device_layout
-from wlb_megatron.sharding.calls.attention_calls import attention_layout
+from wlb_megatron.sharding.attention_calls import attention_layout
 from wlb_megatron.sharding.select import shard
 
 NAME = "flash_attn.cute.interface"

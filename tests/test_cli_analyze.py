@@ -505,7 +505,7 @@ def test_numpy_alone_is_enough_without_pictures_and_pictures_ask_for_matplotlib(
 
 def test_a_choice_of_chunks_that_is_not_the_fastest_names_the_trade(tmp_path, reported, monkeypatch):
     """Whichever is chosen: if the other is faster by token in the same simulation, a line says so, and its price."""
-    from wlb_megatron.packing.chunks import choose_chunks
+    from wlb_megatron.packing import choose_chunks
 
     np.save(tmp_path / "lengths.npy", 256 * some_lengths(600))
     job = f"analyze --no-split --lengths {tmp_path / 'lengths.npy'} --window 16384 --micro-batches 4"

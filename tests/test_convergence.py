@@ -98,7 +98,7 @@ def test_the_sorted_control_trains_every_token_of_64_batches_once_shortest_first
 
 def test_the_cut_control_trains_plains_pieces_in_other_micro_batches() -> None:
     from scripts.bench.convergence.controls import CutPacker
-    from wlb_megatron.packing.fixed.baselines import OriginalPacker
+    from wlb_megatron.packing.baselines import OriginalPacker
 
     generator = np.random.default_rng(0)
     packers = [
@@ -121,7 +121,7 @@ def test_the_cut_control_trains_plains_pieces_in_other_micro_batches() -> None:
 def test_without_masks_a_micro_batch_is_one_document() -> None:
     from scripts.bench.convergence.controls import unmasked
     from wlb_megatron.plugin.micro_batches.loaded import LoadedMicroBatch
-    from wlb_megatron.sharding.calls.attention_calls import attention_layout
+    from wlb_megatron.sharding.attention_calls import attention_layout
     from wlb_megatron.sharding.cut import cut
     from wlb_megatron.workload.kernel_table import h100
 

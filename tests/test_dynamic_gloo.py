@@ -29,7 +29,7 @@ from wlb_megatron.dynamic.plan_step import Outcome, plan_step
 from wlb_megatron.packing.factory import make_packer
 from wlb_megatron.packing.packer import PackingJob
 from wlb_megatron.packing.planner import Planner
-from wlb_megatron.sharding.calls.attention_calls import attention_layout
+from wlb_megatron.sharding.attention_calls import attention_layout
 from wlb_megatron.sharding.select import shard
 from wlb_megatron.workload.cost_model import CostModel
 from wlb_megatron.workload.kernel_table import KernelTable, h100

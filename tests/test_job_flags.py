@@ -18,7 +18,7 @@ from test_documents_indexed import write_index
 
 from wlb_megatron.dynamic.plan import Stage
 from wlb_megatron.errors import WlbError
-from wlb_megatron.packing.chunks.chunk_packer import ChunkPacker
+from wlb_megatron.packing.chunk_packer import ChunkPacker
 from wlb_megatron.settings_flags import add_layout, add_settings, complete_layout, settings
 from wlb_megatron.simulator.job import Job
 from wlb_megatron.simulator.job_flags import add_job, read_job

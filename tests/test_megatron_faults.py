@@ -91,7 +91,7 @@ def test_a_run_whose_planning_process_is_killed_ends_at_once_with_a_line(
 
 
 DROPS_HALF = """
-from wlb_megatron.packing.fixed.baselines import OriginalPacker
+from wlb_megatron.packing.baselines import OriginalPacker
 
 class DropsHalf(OriginalPacker):
     def pack(self, iteration, arrived, batch, draining=False):

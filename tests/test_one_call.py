@@ -23,7 +23,7 @@ from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.plugin.micro_batches.planning import ShardSettings, plan_iterations
 from wlb_megatron.registry import SHARDINGS
 from wlb_megatron.sharding.alignment import padding
-from wlb_megatron.sharding.calls.attention_calls import attention_layout
+from wlb_megatron.sharding.attention_calls import attention_layout
 from wlb_megatron.sharding.cut import MOST_KEYS, MOST_ROWS, in_fewest_calls
 from wlb_megatron.sharding.predict import ONE_CALL, in_one_call, in_two_calls, predict, predict_all
 from wlb_megatron.sharding.segments import ShardPlan

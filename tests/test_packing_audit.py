@@ -12,7 +12,7 @@ from test_packing_plans import WINDOW
 
 from wlb_megatron.cli import main
 from wlb_megatron.errors import WlbError
-from wlb_megatron.packing.fixed.baselines import OriginalPacker
+from wlb_megatron.packing.baselines import OriginalPacker
 from wlb_megatron.packing.packer import Batch, Packed
 from wlb_megatron.packing.planner import audit
 from wlb_megatron.plan import MicroBatch, Piece

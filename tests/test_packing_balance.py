@@ -22,9 +22,9 @@ from packing_oracle import (
 
 from scripts.lengths import KINDS, lognormal, paper_like
 from wlb_megatron.documents.lengths import pieces_of
-from wlb_megatron.packing.fixed.solver import solve
 from wlb_megatron.packing.packer import Grid, Ranks
 from wlb_megatron.packing.planner import Planner
+from wlb_megatron.packing.solver import solve
 from wlb_megatron.packing.varlen import thresholds
 from wlb_megatron.packing.varlen.arrange import assign_ranks, in_given_order
 from wlb_megatron.packing.varlen.bins import Bins, improve_bins

@@ -27,8 +27,8 @@ from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.corpus import Rules
 from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.errors import WlbError
-from wlb_megatron.packing.chunks.chunk_packer import ChunkPacker
-from wlb_megatron.packing.chunks.chunked import chunk_counts, cut
+from wlb_megatron.packing.chunk_packer import ChunkPacker
+from wlb_megatron.packing.chunked import chunk_counts, cut
 from wlb_megatron.packing.factory import plan_job
 from wlb_megatron.packing.packer import PackingJob
 from wlb_megatron.packing.summary import Summariser

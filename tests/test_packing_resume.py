@@ -16,8 +16,8 @@ from packing_oracle import QUICK_PACKINGS
 from wlb_megatron.config import OVERLONG, WlbConfig
 from wlb_megatron.documents.corpus import Corpus, Rules
 from wlb_megatron.documents.stream import DocumentStream
+from wlb_megatron.packing.batch_schedule import BatchSchedule
 from wlb_megatron.packing.factory import make_packer
-from wlb_megatron.packing.fixed.batch_schedule import BatchSchedule
 from wlb_megatron.packing.packer import PackingJob
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.varlen import thresholds

@@ -17,7 +17,7 @@ import torch
 
 from wlb_megatron.attention.device_layout import DeviceCache
 from wlb_megatron.attention.key_cache import KeyCache, cached_bytes
-from wlb_megatron.packing.chunks.chunk_limits import Trainer
+from wlb_megatron.packing.chunk_limits import Trainer
 from wlb_megatron.pipeline.orders import grouped_orders
 from wlb_megatron.plan import IterationPlan, MicroBatch, Piece
 from wlb_megatron.plugin.flags import training_job

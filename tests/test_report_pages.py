@@ -21,8 +21,7 @@ from wlb_megatron.packing.varlen import thresholds
 from wlb_megatron.pipeline.schedule import pipeline_events
 from wlb_megatron.report.reproduction import Section, as_markdown
 from wlb_megatron.report.table import as_csv, write_csv
-from wlb_megatron.report.timeline import Drawn, draw_timelines
-from wlb_megatron.report.trace import _letters, chrome_trace
+from wlb_megatron.report.timeline import Drawn, _letters, chrome_trace, draw_timelines
 from wlb_megatron.simulator.reproduction import paper, reproduce
 from wlb_megatron.simulator.reproduction.sensitivity import summarize
 from wlb_megatron.whole_files import _is_stream, whole_file, whole_folder, write_whole

@@ -12,7 +12,7 @@ from sharding_oracle import by_the_calls, sequences
 
 from wlb_megatron.plan import IterationPlan, MicroBatch, Piece
 from wlb_megatron.registry import SHARDINGS
-from wlb_megatron.sharding.calls.attention_calls import attention_layout
+from wlb_megatron.sharding.attention_calls import attention_layout
 from wlb_megatron.sharding.chunks import cached_keys, links_of
 from wlb_megatron.sharding.cut import cut_plans, digest_of_cuts
 from wlb_megatron.sharding.hybrid import mix

@@ -8,7 +8,7 @@ from plan_checks import validate
 from sharding_oracle import cp_and_lengths, holders, seen_by_rank
 
 from wlb_megatron.sharding.alignment import padding
-from wlb_megatron.sharding.calls.attention_calls import attention_layout
+from wlb_megatron.sharding.attention_calls import attention_layout
 from wlb_megatron.sharding.hybrid import mix
 from wlb_megatron.sharding.predict import predict
 from wlb_megatron.sharding.select import shard, shard_all

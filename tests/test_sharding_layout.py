@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from sharding_oracle import cp_and_lengths, sequences
 
 from wlb_megatron.registry import SHARDINGS
-from wlb_megatron.sharding.calls.attention_calls import attention_layout
+from wlb_megatron.sharding.attention_calls import attention_layout
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.sharding.select import shard
 

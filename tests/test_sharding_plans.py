@@ -244,7 +244,7 @@ def test_a_wrong_plan_is_told_what_is_wrong(ranks, says):
 
 def test_sharding_imports_neither_torch_nor_megatron():
     code = (
-        "import sys, wlb_megatron.sharding.select, wlb_megatron.sharding.calls.attention_calls; "
+        "import sys, wlb_megatron.sharding.select, wlb_megatron.sharding.attention_calls; "
         "print([name for name in ('torch', 'megatron', 'transformer_engine') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

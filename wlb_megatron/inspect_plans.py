@@ -13,8 +13,8 @@ from wlb_megatron.documents.corpus import Rules
 from wlb_megatron.documents.lengths import longest_whole, sample_lengths
 from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.errors import WlbError, explain_bad_values
-from wlb_megatron.packing.chunks.choose_chunks import holds_whole
-from wlb_megatron.packing.chunks.chunk_packer import ChunkPacker
+from wlb_megatron.packing.choose_chunks import holds_whole
+from wlb_megatron.packing.chunk_packer import ChunkPacker
 from wlb_megatron.packing.factory import plan_job
 from wlb_megatron.packing.foresee import nothing_predicted
 from wlb_megatron.packing.packer import PackingJob

@@ -88,7 +88,7 @@ class KernelsEntry(Entry):
 
 
 _VARLEN = ("max_tokens", "thresholds", "max_delay", "batch_spread", "release")
-_BASELINES = "wlb_megatron.packing.fixed.baselines"
+_BASELINES = "wlb_megatron.packing.baselines"
 _CUTS = "wlb_megatron.sharding"
 
 PACKERS: dict[str, PackerEntry] = {
@@ -97,7 +97,7 @@ PACKERS: dict[str, PackerEntry] = {
         f"{_BASELINES}:FixedGreedyPacker", "windows of equal work", settings=("balance_batches",)
     ),
     "fixed-solver": PackerEntry(
-        "wlb_megatron.packing.fixed.solver:FixedSolverPacker",
+        "wlb_megatron.packing.solver:FixedSolverPacker",
         "fixed-greedy by an exact solver, to compare with",
         settings=("balance_batches", "solver_seconds"),
         trains=False,

@@ -15,7 +15,7 @@ from wlb_megatron.documents.blocks import Lengths
 from wlb_megatron.errors import WlbError
 from wlb_megatron.pipeline.orders import documents_in_chunks
 from wlb_megatron.report.progress import progress
-from wlb_megatron.report.trace import chrome_trace
+from wlb_megatron.report.timeline import chrome_trace
 from wlb_megatron.settings_flags import add_setting
 from wlb_megatron.simulator.iteration import group_events
 from wlb_megatron.simulator.job import Job, Run

@@ -17,7 +17,7 @@ from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.blocks import Lengths
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.choices import weighs_equally
-from wlb_megatron.packing.chunks.chunk_packer import ChunkPacker
+from wlb_megatron.packing.chunk_packer import ChunkPacker
 from wlb_megatron.packing.factory import arrival_order
 from wlb_megatron.packing.varlen.varlen_packer import VarlenPacker
 from wlb_megatron.pipeline.kept_layers import recomputed_array

@@ -31,7 +31,7 @@ from wlb_megatron.attention.kernels.torch_backend import TorchKernels
 from wlb_megatron.attention.key_cache import KeyCache
 from wlb_megatron.attention.sharded_attention import Kernels, LayerSettings, sharded_attention
 from wlb_megatron.errors import WlbError
-from wlb_megatron.sharding.calls.attention_calls import AttentionLayout, attention_layout
+from wlb_megatron.sharding.attention_calls import AttentionLayout, attention_layout
 from wlb_megatron.sharding.segments import ShardPlan
 
 

@@ -10,14 +10,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from wlb_megatron.sharding.calls.attention_calls import AttentionCall, AttentionLayout, WindowLayout
-from wlb_megatron.sharding.calls.exchange import ExchangePlan
+from wlb_megatron.sharding.attention_calls import AttentionCall, AttentionLayout, WindowLayout
 from wlb_megatron.sharding.chunks import CachedKeys, Kept, Taken
+from wlb_megatron.sharding.exchange import ExchangePlan
 
 
 @dataclass(frozen=True)
 class DeviceCall:
-    """sharding.calls.varlen_call.AttentionCall with int32 tensors on a device, and its mask.
+    """sharding.attention_calls.AttentionCall with int32 tensors on a device, and its mask.
 
     * causal: queries are the last of their sequence's keys, and none attends to a later key.
     * window: earlier keys that a query attends to, None for all.
@@ -60,7 +60,7 @@ Rows = slice | Tensor
 
 @dataclass(frozen=True)
 class DeviceExchange:
-    """sharding.calls.exchange.ExchangePlan with int32 tensors, and its inverse for the way back.
+    """sharding.exchange.ExchangePlan with int32 tensors, and its inverse for the way back.
 
     sends: the rows that go to other ranks. arrivals: the buffer rows of what arrives, in order of arrival; their
     gradients go back. returns: for each of the rank's own rows, then for each row of DeviceCache.takes, the rows
@@ -88,7 +88,7 @@ class DeviceCache:
 
 @dataclass(frozen=True)
 class DeviceWindow:
-    """sharding.calls.window_call.WindowLayout on a device. exchange: None if the keys are the rank's own, in order."""
+    """sharding.attention_calls.WindowLayout on a device. exchange: None if the keys are the rank's own, in order."""
 
     call: DeviceCall
     exchange: DeviceExchange | None
@@ -97,7 +97,7 @@ class DeviceWindow:
 
 @dataclass(frozen=True)
 class DeviceLayout:
-    """sharding.calls.attention_calls.AttentionLayout on a device.
+    """sharding.attention_calls.AttentionLayout on a device.
 
     * positions: int32[t]. query_rows: int32, the local row of each query of the rectangles. queries: the inverse, by
       local row.

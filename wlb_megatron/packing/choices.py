@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from wlb_megatron.config import WlbConfig
-from wlb_megatron.packing.chunks.chunk_packer import ChunkPacker
+from wlb_megatron.packing.chunk_packer import ChunkPacker
 from wlb_megatron.packing.packer import Packer
 from wlb_megatron.packing.varlen.varlen_packer import VarlenPacker
 

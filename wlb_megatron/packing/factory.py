@@ -10,9 +10,9 @@ from wlb_megatron.bounds import COUNT
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.errors import WlbError
-from wlb_megatron.packing.chunks.choose_chunks import choose_chunks, with_chunks
-from wlb_megatron.packing.chunks.chunk_packer import ChunkPacker
-from wlb_megatron.packing.fixed.batch_schedule import BatchSchedule
+from wlb_megatron.packing.batch_schedule import BatchSchedule
+from wlb_megatron.packing.choose_chunks import choose_chunks, with_chunks
+from wlb_megatron.packing.chunk_packer import ChunkPacker
 from wlb_megatron.packing.foresee import too_many_documents, unpaired
 from wlb_megatron.packing.memory_limits import GpuMemory, describe_memory, no_memory_for_chunks
 from wlb_megatron.packing.packer import (

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
-from wlb_megatron.packing.chunks.choose_chunks import chunk_capacity, holds_whole, settings_refused
-from wlb_megatron.packing.chunks.chunk_packer import held
+from wlb_megatron.packing.choose_chunks import chunk_capacity, holds_whole, settings_refused
+from wlb_megatron.packing.chunk_packer import held
 from wlb_megatron.pipeline.step_law import StageRoom
 from wlb_megatron.workload.memory import (
     GIB,

@@ -9,7 +9,7 @@ from operator import itemgetter
 from typing import Any, Protocol
 
 from wlb_megatron.errors import WlbError
-from wlb_megatron.packing.fixed.batch_schedule import BatchSchedule
+from wlb_megatron.packing.batch_schedule import BatchSchedule
 from wlb_megatron.packing.packer import Batch, Grid, Packer
 from wlb_megatron.pipeline.orders import groups
 from wlb_megatron.plan import IterationPlan, MicroBatch, Piece

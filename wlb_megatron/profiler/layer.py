@@ -17,8 +17,8 @@ from torch.nn import functional
 from wlb_megatron.attention.device_layout import DeviceCall, device_layout
 from wlb_megatron.attention.sharded_attention import Kernels, sharded_attention
 from wlb_megatron.profiler.points import Point
-from wlb_megatron.sharding.calls.attention_calls import AttentionLayout, attention_layout
-from wlb_megatron.sharding.calls.exchange import ExchangePlan
+from wlb_megatron.sharding.attention_calls import AttentionLayout, attention_layout
+from wlb_megatron.sharding.exchange import ExchangePlan
 from wlb_megatron.workload.profile import ProfiledModel
 
 Part = tuple[Callable[[], Any], Callable[[Any], Any]]

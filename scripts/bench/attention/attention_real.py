@@ -36,7 +36,7 @@ from scripts.bench.attention.attention_steps import (
 )
 from wlb_megatron.attention.device_layout import device_layout
 from wlb_megatron.report.table import write_csv
-from wlb_megatron.sharding.calls.attention_calls import attention_layout
+from wlb_megatron.sharding.attention_calls import attention_layout
 from wlb_megatron.sharding.segments import ShardPlan
 
 

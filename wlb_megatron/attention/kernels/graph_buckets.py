@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from wlb_megatron.attention.device_layout import DeviceCall
-from wlb_megatron.sharding.calls.attention_calls import AttentionCall, AttentionLayout
+from wlb_megatron.sharding.attention_calls import AttentionCall, AttentionLayout
 from wlb_megatron.sharding.cut import MOST_KEYS, MOST_ROWS
 
 

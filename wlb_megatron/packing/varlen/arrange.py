@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from wlb_megatron.packing.chunks.chunked import Filled
+from wlb_megatron.packing.chunked import Filled
 from wlb_megatron.packing.packer import Grid, Ranks
 from wlb_megatron.packing.varlen.bins import Bins, improve_bins
 from wlb_megatron.packing.varlen.delay_bound import Limits

@@ -10,7 +10,7 @@ import torch
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.lengths import Bound
 from wlb_megatron.errors import WlbError
-from wlb_megatron.packing.chunks.choose_chunks import chunk_capacity
+from wlb_megatron.packing.choose_chunks import chunk_capacity
 from wlb_megatron.packing.memory_limits import GpuMemory, with_lmax
 from wlb_megatron.plugin.flags.trained_model import MemoryFlags
 from wlb_megatron.plugin.flags.training_job import TrainingJob

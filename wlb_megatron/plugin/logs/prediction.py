@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from wlb_megatron.dynamic.cost import GroupCost
 from wlb_megatron.dynamic.plan import StepPlan
-from wlb_megatron.packing.fixed.baselines import cut_windows, freeze, price
+from wlb_megatron.packing.baselines import cut_windows, freeze, price
 from wlb_megatron.packing.memory_limits import GpuMemory
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.saved_pieces import Waiting

@@ -26,7 +26,7 @@ from wlb_megatron.plan import Piece
 from wlb_megatron.plugin.job_state import part
 from wlb_megatron.plugin.logs.reporting import never_fatal
 from wlb_megatron.plugin.stores import wait_for
-from wlb_megatron.report.trace import chrome_trace
+from wlb_megatron.report.timeline import chrome_trace
 from wlb_megatron.whole_files import write_whole
 
 IntArray = npt.NDArray[np.int64]

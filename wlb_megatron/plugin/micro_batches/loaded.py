@@ -10,7 +10,7 @@ import torch
 
 from wlb_megatron.plan import PADDING
 from wlb_megatron.plugin.micro_batches.planning import PlannedMicroBatch, RankGroup
-from wlb_megatron.sharding.calls.attention_calls import AttentionLayout, attention_layout
+from wlb_megatron.sharding.attention_calls import AttentionLayout, attention_layout
 from wlb_megatron.sharding.segments import ShardPlan
 
 if TYPE_CHECKING:

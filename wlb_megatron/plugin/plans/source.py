@@ -12,9 +12,9 @@ from wlb_megatron.documents.corpus import Corpus, Rules
 from wlb_megatron.documents.lengths import Bound, longest_whole
 from wlb_megatron.documents.stream import DocumentStream, distinguish
 from wlb_megatron.errors import WlbError
-from wlb_megatron.packing.chunks.choose_chunks import holds_whole
+from wlb_megatron.packing.batch_schedule import BatchSchedule
+from wlb_megatron.packing.choose_chunks import holds_whole
 from wlb_megatron.packing.factory import most_micro_batches, plan_job, sample_lengths_of, without_chunks
-from wlb_megatron.packing.fixed.batch_schedule import BatchSchedule
 from wlb_megatron.packing.packer import PackingJob
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.plugin.flags.data_paths import documents

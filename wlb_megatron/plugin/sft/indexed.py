@@ -10,7 +10,7 @@ from pathlib import Path
 from wlb_megatron.documents.indexed import read_index
 from wlb_megatron.documents.target_masks import Kept
 from wlb_megatron.errors import WlbError
-from wlb_megatron.packing.chunks.choose_chunks import settings_refused
+from wlb_megatron.packing.choose_chunks import settings_refused
 from wlb_megatron.plugin.flags.data_paths import prefixes_of, renamed
 from wlb_megatron.plugin.flags.training_job import TrainingJob
 from wlb_megatron.plugin.sft.build import LISTED, build

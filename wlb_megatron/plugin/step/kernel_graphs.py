@@ -21,7 +21,7 @@ from wlb_megatron.attention.kernels.graph_buckets import (
 )
 from wlb_megatron.plugin.micro_batches.planning import ShardSettings
 from wlb_megatron.registry import KERNELS, SHARDINGS, builds_by_size
-from wlb_megatron.sharding.calls.attention_calls import AttentionLayout
+from wlb_megatron.sharding.attention_calls import AttentionLayout
 
 MOST_CUT = 64
 """Segments with earlier keys that a rank is taken to have at most, where sharding cuts only what pays."""

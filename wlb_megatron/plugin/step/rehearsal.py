@@ -28,7 +28,7 @@ from wlb_megatron.plugin.step.kernel_graphs import GraphSizes, build_graphs
 from wlb_megatron.plugin.step.losses import unchecked
 from wlb_megatron.plugin.step.recomputation import by_the_flags, keeps_layers
 from wlb_megatron.refusals import RefusedHere
-from wlb_megatron.sharding.calls.attention_calls import AttentionLayout, attention_layout
+from wlb_megatron.sharding.attention_calls import AttentionLayout, attention_layout
 from wlb_megatron.sharding.chunks import links_of
 from wlb_megatron.sharding.cut import cut
 from wlb_megatron.sharding.segments import ShardPlan

@@ -1,6 +1,6 @@
 """Simulates the paper's tables: plain 4D, fixed-length packing, WLB-LLM as its paper says, and this project's scheme.
 
-All schemes run with one attention executor (sharding/calls/attention_calls.py) and one network. So only packing and
+All schemes run with one attention executor (sharding/attention_calls.py) and one network. So only packing and
 sharding differ.
 """
 

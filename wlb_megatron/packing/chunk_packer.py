@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from wlb_megatron.packing.chunks.chunked import Filled, enough_for, fill, in_order, spread_over_ranks
+from wlb_megatron.packing.chunked import Filled, enough_for, fill, in_order, spread_over_ranks
 from wlb_megatron.packing.packer import (
     ONE_RANK,
     Batch,

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from wlb_megatron.sharding.calls.exchange import ExchangePlan, exchange_buffers, exchange_plan
 from wlb_megatron.sharding.chunks import CachedKeys, cached_keys
+from wlb_megatron.sharding.exchange import ExchangePlan, exchange_buffers, exchange_plan
 from wlb_megatron.sharding.segments import IntArray, ShardPlan, _ranges
 
 Int32Array = npt.NDArray[np.int32]

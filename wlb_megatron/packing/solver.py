@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from wlb_megatron.errors import WlbError
-from wlb_megatron.packing.fixed.baselines import FixedGreedyPacker, fill_greedily, price
+from wlb_megatron.packing.baselines import FixedGreedyPacker, fill_greedily, price
 from wlb_megatron.packing.packer import PackingJob
 from wlb_megatron.packing.saved_pieces import Waiting
 from wlb_megatron.workload.cost_model import UNITS_PER_TOKEN

@@ -11,7 +11,7 @@ import numpy as np
 
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
-from wlb_megatron.packing.chunks.chunk_packer import ChunkPacker
+from wlb_megatron.packing.chunk_packer import ChunkPacker
 from wlb_megatron.packing.packer import Packer, PackingJob, Ranks, Times, per_window_of
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.varlen.delay_bound import Limits

@@ -1,1 +1,0 @@
-"""Packs long documents in chunks."""

@@ -1,1 +1,0 @@
-"""Packs fixed windows, in arrival order or balanced over several batches."""

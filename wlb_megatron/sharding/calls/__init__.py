@@ -1,1 +1,0 @@
-"""The kernel calls and key exchanges that compute attention under a shard plan."""
