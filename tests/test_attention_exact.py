@@ -96,6 +96,7 @@ def test_three_segments_of_a_document_on_one_rank_are_exact():
         ("hybrid", {"heads": 4, "kv_heads": 1, "dim": 6, "v_dim": 2}),
         ("hybrid", {"heads": 6, "kv_heads": 2, "dim": 12, "v_dim": 8}),
     ],
+    ids=str,
 )
 def test_any_number_of_key_heads_and_values_narrower_than_keys_are_exact(kind, shape):
     """Context parallelism is not capped by the number of key heads: one of them, four ranks. In multi-latent attention
