@@ -15,14 +15,45 @@ import numpy as np
 import pytest
 import torch
 
-from scripts.bench.convergence import convergence_report, text
+from scripts.bench.attention.gpu_attention import MODES
+from scripts.bench.convergence import convergence, convergence_report, text
+from scripts.bench.convergence.controls import CutPacker, SortedPacker, unmasked
+from scripts.bench.convergence.convergence_report import report
+from scripts.bench.convergence.convergence_run import Trained
+from scripts.bench.training import gpu_peers
+from scripts.bench.training.gpu_peers import compare
+from scripts.bench.training.peer_documents import (
+    SEED,
+    answers,
+    batches_of,
+    first_fit,
+    in_order,
+    write_conversations,
+)
 from scripts.megatron_job import Losses
 from wlb_megatron.config import WlbConfig
+from wlb_megatron.documents.corpus import Rules
+from wlb_megatron.documents.stream import DocumentStream
+from wlb_megatron.documents.target_masks import Kept, MaskedCorpus
 from wlb_megatron.packing.packer import Batch, PackingJob
 from wlb_megatron.plan import Piece
+from wlb_megatron.plugin.micro_batches.loaded import LoadedMicroBatch
+from wlb_megatron.sharding.cut import cut
 from wlb_megatron.workload.cost_model import CostModel
+from wlb_megatron.workload.kernel_table import h100
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def run_script(monkeypatch):
+    """Runs a script's main() with a line of flags."""
+
+    def run(module: Any, line: str) -> None:
+        monkeypatch.setattr(sys, "argv", ["script", *line.split()])
+        module.main()
+
+    return run
 
 
 def test_a_source_is_cut_at_definitions_with_their_decorators_and_loses_nothing() -> None:
@@ -47,38 +78,30 @@ def test_documents_fit_the_window_come_once_and_stop_at_the_tokens_asked_for(tmp
     assert len(few) == 2 and all(document[-1] == 256 for document in few)
 
 
-def test_a_text_with_too_few_tokens_is_refused_in_one_line_that_names_both_numbers(tmp_path, monkeypatch):
-    from scripts.bench.convergence import convergence
-
+def test_a_text_with_too_few_tokens_is_refused_in_one_line_that_names_both_numbers(
+    tmp_path, monkeypatch, run_script
+):
     function = "def f():\n    return '" + "x" * 62 + "'\n"
     for name in "fghi":
         (tmp_path / f"{name}.py").write_text(function.replace("f()", f"{name}()"))
     tokens = len(function) + 1  # end-of-document included
 
-    def make(asked: int) -> None:
-        sizes = ["--window", "1000", "--held-out", str(tokens), "--train", str(asked)]
-        arguments = ["text", str(tmp_path / "corpus"), "--text", str(tmp_path), *sizes]
-        monkeypatch.setattr(sys, "argv", arguments)
-        text.main()
-
+    line = f"{tmp_path / 'corpus'} --text {tmp_path} --window 1000 --held-out {tokens} --train"
     with pytest.raises(SystemExit) as end:
-        make(1050)
+        run_script(text, f"{line} 1050")
     assert str(end.value) == (
         f"--text {tmp_path} has too few tokens in documents below the window: {3 * tokens} of the 1,050 asked for train"
     )
-    make(3 * tokens)
+    run_script(text, f"{line} {3 * tokens}")
     assert json.loads((tmp_path / "corpus" / "facts.json").read_text())["train"]["documents"] == 3
 
     failed = argparse.Namespace(returncode=1)
     monkeypatch.setattr(convergence.subprocess, "run", lambda *_, **__: failed)
-    monkeypatch.setattr(sys, "argv", ["convergence", "--out", str(tmp_path / "out")])
     with pytest.raises(SystemExit, match=r"^1$"):
-        convergence.main()
+        run_script(convergence, f"--out {tmp_path / 'out'}")
 
 
 def test_the_sorted_control_trains_every_token_of_64_batches_once_shortest_first() -> None:
-    from scripts.bench.convergence.controls import SortedPacker
-
     packer = SortedPacker(PackingJob(WlbConfig(), CostModel(1000.0, 0.0), window=64, micro_batches=2))
     lengths = np.random.default_rng(0).permutation(np.arange(1, 128))  # 8128 tokens: 63.5 batches
     arrived = [Piece(0, at, 0, int(length)) for at, length in enumerate(lengths)]
@@ -97,7 +120,6 @@ def test_the_sorted_control_trains_every_token_of_64_batches_once_shortest_first
 
 
 def test_the_cut_control_trains_plains_pieces_in_other_micro_batches() -> None:
-    from scripts.bench.convergence.controls import CutPacker
     from wlb_megatron.packing.baselines import OriginalPacker
 
     generator = np.random.default_rng(0)
@@ -119,11 +141,7 @@ def test_the_cut_control_trains_plains_pieces_in_other_micro_batches() -> None:
 
 
 def test_without_masks_a_micro_batch_is_one_document() -> None:
-    from scripts.bench.convergence.controls import unmasked
-    from wlb_megatron.plugin.micro_batches.loaded import LoadedMicroBatch
     from wlb_megatron.sharding.attention_calls import attention_layout
-    from wlb_megatron.sharding.cut import cut
-    from wlb_megatron.workload.kernel_table import h100
 
     (shard,) = cut([np.array([5, 3, 8])], 1, "adaptive", h100())
     planned: Any = argparse.Namespace(shard=shard)
@@ -136,8 +154,6 @@ def test_without_masks_a_micro_batch_is_one_document() -> None:
 
 
 def test_what_training_tokens_see_counts_chunks_prefixes_and_marks_what_a_cut_hides() -> None:
-    from scripts.bench.convergence.convergence_run import Trained
-
     trained = Trained()
     # A whole document, one in two chunks, and the end of one that was cut at 4.
     trained.add([Piece(0, 0, 0, 3), Piece(0, 1, 0, 2), Piece(0, 1, 2, 4, 2), Piece(0, 2, 4, 5)])
@@ -164,8 +180,6 @@ def made_run(arm: str, seed: int, loss: float) -> dict[str, Any]:
 
 
 def test_losses_are_compared_with_plain_of_the_same_seed_and_half_written_lines_left_out(tmp_path, capsys):
-    from scripts.bench.convergence.convergence_report import report
-
     losses = {"plain": {1: 1.0, 2: 2.0, 3: 3.0}, "wlb": {1: 1.1, 2: 2.2, 4: 9.0}}
     runs = [made_run(arm, seed, loss) for arm, by_seed in losses.items() for seed, loss in by_seed.items()]
     path = tmp_path / "runs.jsonl"
@@ -186,9 +200,8 @@ def test_losses_are_compared_with_plain_of_the_same_seed_and_half_written_lines_
 
 
 def test_no_run_goes_on_from_a_start_that_failed_and_a_later_call_trains_that_start_as_before(
-    tmp_path, monkeypatch
+    tmp_path, monkeypatch, run_script
 ):
-    from scripts.bench.convergence import convergence
 
     jobs: list[str] = []
     started: list[int] = []
@@ -209,18 +222,16 @@ def test_no_run_goes_on_from_a_start_that_failed_and_a_later_call_trains_that_st
             (folder / "latest_checkpointed_iteration.txt").write_text("4")
             return 0
 
-    def call(*options: str) -> str:
+    def call(options: str = "") -> str:
         jobs.clear()
-        arguments = ["--out", str(tmp_path), "--starts", "3", "--seeds", "1", "--arms", "cut", *options]
-        monkeypatch.setattr(sys, "argv", ["convergence", *arguments])
         with pytest.raises(SystemExit) as end:
-            convergence.main()
+            run_script(convergence, f"--out {tmp_path} --starts 3 --seeds 1 --arms cut {options}")
         return str(end.value)
 
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus" / "facts.json").write_text('{"digest": "x"}')
     monkeypatch.setattr(convergence, "WarmRanks", Started)
-    assert "over" in call("--seconds", "-1", "--workers", "5") and not jobs
+    assert "over" in call("--seconds -1 --workers 5") and not jobs
     assert started == [0, 0, 0]  # all that have a job, before the first one
     assert call().startswith("failed: start-1-1002;")
     assert jobs == ["start-0-1001", "start-1-1002", "start-2-1003"]
@@ -228,21 +239,17 @@ def test_no_run_goes_on_from_a_start_that_failed_and_a_later_call_trains_that_st
     (tmp_path / "start-1").mkdir()  # half of a checkpoint
     assert call().startswith("failed: plain-1, cut-1;")
     assert jobs == ["start-1-1002", "plain-1", "cut-1"]
-    assert "begun with --start-iterations 1024: give that" in call("--start-iterations", "8") and not jobs
+    assert "begun with --start-iterations 1024: give that" in call("--start-iterations 8") and not jobs
 
 
 @pytest.mark.megatron
-def test_runs_are_kept_and_their_loss_is_megatrons_own_over_the_held_out_documents(tmp_path, monkeypatch):
-    from scripts.bench.convergence import convergence
-
+def test_runs_are_kept_and_their_loss_is_megatrons_own_over_the_held_out_documents(tmp_path, run_script):
     sources = str(Path(text.__file__).parents[3] / "wlb_megatron")
-    sizes = ["--window", "256", "--train", "4000", "--held-out", "5000", "--start", "4000"]
-    monkeypatch.setattr(sys, "argv", ["text", str(tmp_path / "corpus"), "--text", sources, *sizes])
-    text.main()
-    options = ["--seeds", "1", "--arms", "cut", "unmasked", "--iterations", "2", "--seq-length", "256"]
-    options += ["--starts", "1", "--start-iterations", "4"]
-    monkeypatch.setattr(sys, "argv", ["convergence", "--out", str(tmp_path), *options])
-    convergence.main()
+    sizes = "--window 256 --train 4000 --held-out 5000 --start 4000"
+    run_script(text, f"{tmp_path / 'corpus'} --text {sources} {sizes}")
+    flags = f"--out {tmp_path} --seeds 1 --arms cut unmasked --iterations 2 --seq-length 256"
+    flags += " --starts 1 --start-iterations 4"
+    run_script(convergence, flags)
     lines = (tmp_path / "runs.jsonl").read_text()
     runs = [json.loads(line) for line in lines.splitlines()]
     assert [run["arm"] for run in runs] == ["plain", "cut", "unmasked"]
@@ -269,7 +276,7 @@ def test_runs_are_kept_and_their_loss_is_megatrons_own_over_the_held_out_documen
     # Same first weights and documents: only what a token sees differs.
     assert plain["training"][0] != unmasked["training"][0]
     assert plain["training"][0] == pytest.approx(unmasked["training"][0], abs=0.05)
-    convergence.main()
+    run_script(convergence, flags)
     assert (tmp_path / "runs.jsonl").read_text() == lines
 
 
@@ -290,8 +297,6 @@ runpy.run_module("scripts.bench.attention.gpu_attention", run_name="__main__")
 
 
 def test_each_mode_of_the_gpu_benchmark_is_a_function_of_its_module() -> None:
-    from scripts.bench.attention.gpu_attention import MODES
-
     for module, function in MODES.values():
         text = (ROOT / "scripts" / "bench" / "attention" / f"{module}.py").read_text(encoding="utf-8")
         assert f"\ndef {function}(" in text, (module, function)
@@ -313,8 +318,6 @@ def test_the_benchmarks_table_names_modules_that_are_there() -> None:
 
 
 def test_a_peers_losses_are_compared_where_the_reference_of_its_layout_has_them() -> None:
-    from scripts.bench.training.gpu_peers import compare
-
     losses = {"sft-cp2": [2.0, 1.5, 1.0], "sft-dp2": [2.0]}
     losses["reference-cp2"] = [2.25, float("nan"), 1.125, 9.0]
     compared = compare("sft-cp2", losses)
@@ -323,9 +326,8 @@ def test_a_peers_losses_are_compared_where_the_reference_of_its_layout_has_them(
 
 
 def test_peers_are_compared_with_a_reference_that_ran_later_and_keep_rows_that_were_not_run_again(
-    tmp_path, monkeypatch
+    tmp_path, monkeypatch, run_script
 ):
-    from scripts.bench.training import gpu_peers
 
     class Trained(Ranks):
         def run(self, kind: str, job: list[str], log: Path, limit: float) -> int:
@@ -339,27 +341,21 @@ def test_peers_are_compared_with_a_reference_that_ran_later_and_keep_rows_that_w
     monkeypatch.setattr(gpu_peers, "write_corpus", lambda *_: gpu_peers.Corpus(4))
     peers = tmp_path / "peers.csv"
 
-    def rows(*options: str) -> dict[str, tuple[str, str]]:
-        folders = ["--megatron", str(tmp_path), "--main", str(tmp_path), "--out", str(tmp_path)]
-        given = [*folders, "--warm-up", "0", "--iterations", "1", "--runs", *options]
-        monkeypatch.setattr(sys, "argv", ["gpu_peers", *given])
-        gpu_peers.main()
+    def rows(options: str) -> dict[str, tuple[str, str]]:
+        folders = f"--megatron {tmp_path} --main {tmp_path} --out {tmp_path}"
+        run_script(gpu_peers, f"{folders} --warm-up 0 --iterations 1 --runs {options}")
         return {row["run"]: (row["call"], row["loss_off_most"]) for row in gpu_peers.read_rows(peers)}
 
     first = {"sft-cp2": ("1", "0.5"), "reference-cp2": ("1", "0.0")}
-    assert rows("sft-cp2", "reference-cp2") == first
-    again = ["ours-cp2", "sft-cp2", "--earlier", str(peers)]
-    assert rows(*again, "--seconds", "5") == first  # no time for any run
-    assert rows(*again) == {**first, "ours-cp2": ("2", "0.0"), "sft-cp2": ("2", "0.5")}
+    assert rows("sft-cp2 reference-cp2") == first
+    again = f"ours-cp2 sft-cp2 --earlier {peers}"
+    assert rows(f"{again} --seconds 5") == first  # no time for any run
+    assert rows(again) == {**first, "ours-cp2": ("2", "0.0"), "sft-cp2": ("2", "0.5")}
     with pytest.raises(SystemExit, match="measured with --layers 4: give that"):
-        rows(*again, "--layers", "2")
+        rows(f"{again} --layers 2")
 
 
 def test_documents_for_peers_fill_each_steps_windows_in_the_order_that_the_plugin_takes_them() -> None:
-    from scripts.bench.training.peer_documents import SEED, batches_of, in_order
-    from wlb_megatron.documents.corpus import Rules
-    from wlb_megatron.documents.stream import DocumentStream
-
     batches = list(batches_of([3, 20, 90], 128, 2, 3))
     assert [[sum(pack) for pack in batch] for batch in batches] == [[128, 128]] * 3
     assert len({sum(map(len, batch)) for batch in batches}) == 1
@@ -373,9 +369,6 @@ def test_documents_for_peers_fill_each_steps_windows_in_the_order_that_the_plugi
 
 
 def test_conversations_for_peers_lie_in_the_packs_of_first_fit_and_are_counted_by_pack(tmp_path):
-    from scripts.bench.training.peer_documents import answers, first_fit, write_conversations
-    from wlb_megatron.documents.target_masks import Kept, MaskedCorpus
-
     assert first_fit([60, 50, 61, 7, 64], 128, 4) == [[60, 50, 7], [61, 64]]
     assert first_fit([61, 63], 125, 4) == [[61], [63]]  # of 64 tokens each
     kinds = answers(np.random.default_rng(0), 4000)
