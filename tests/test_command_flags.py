@@ -66,7 +66,7 @@ ANALYZE = values(
             --ffn-hidden-size 512 --swiglu""",
         f"{CHUNKS} --vpp 2": "--fine-grained-activation-offloading",
         CHUNKS: "--cpu-offloading-num-layers 1",
-        EXPERTS: "--moe-router-topk 3 --moe-ffn-hidden-size 64",
+        EXPERTS: "--moe-router-topk 3 --moe-ffn-hidden-size 64 --expert-passes 99 --expert-rows 99999",
         f"{EXPERTS} --chunks on": """--moe-router-load-balancing-type global_aux_loss
             --expert-model-parallel-size 2 --expert-tensor-parallel-size 4""",
         ONE_NODE: "--nvlink-rate 1e6 --nvlink-latency 1",

@@ -89,7 +89,8 @@ def test_documents_train_in_chunks_unless_the_trainer_cannot() -> None:
     def chunked(flags: str) -> bool:
         return isinstance(job(flags).planner(LENGTHS, settings(parsed(flags))).packer, ChunkPacker)
 
-    assert chunked("--num-experts 8") and not chunked("--cpu-offloading-num-layers 1 --thresholds none")
+    assert chunked("--num-experts 8 --host-launch 0 --expert-rows 0")
+    assert not chunked("--cpu-offloading-num-layers 1 --thresholds none")
 
 
 def test_iterations_of_tiny_documents_are_few_unless_asked_for() -> None:

@@ -290,8 +290,8 @@ def _memory_lines(analysis: Analysis) -> list[str]:
     experts = analysis.job.model.shape.experts
     lines = []
     if experts is not None:
-        times = "one dense layer as wide" if analysis.job.profile is None else "the profile's"
-        lines.append(f"a token's experts take the time of {times}; their exchange is not counted")
+        source = "a layer of Qwen3-30B-A3B on an H200" if analysis.job.profile is None else "the profile"
+        lines.append(f"times of experts are from {source}; their exchange between GPUs is not counted")
         lines.append(
             f"memory: the fullest rank's experts get {experts.imbalance / 100:g} times the mean of tokens "
             "(--expert-imbalance)"

@@ -503,7 +503,7 @@ def _complete_pattern(args: argparse.Namespace) -> None:
 
 _MEASURED = (
     *("matmul_rate", "memory_rate", "activation_passes", "ffn_passes"),
-    *("weight_traffic", "logit_traffic", "optimizer_bytes"),
+    *("weight_traffic", "logit_traffic", "optimizer_bytes", "expert_passes", "expert_rows"),
 )
 """Assumptions for which a profile has measured times."""
 

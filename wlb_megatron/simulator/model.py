@@ -21,12 +21,14 @@ from wlb_megatron.workload.cost_model import CostModel, backward_over_forward
 from wlb_megatron.workload.costs import Costs, micro_batch_cost
 from wlb_megatron.workload.kernel_table import KernelTable, h100
 from wlb_megatron.workload.memory import RECOMPUTE, Layout, Model, ffn_parameters
-from wlb_megatron.workload.micro_batch import LAUNCH_NS, chunk_ns, stage_launch_ns
+from wlb_megatron.workload.micro_batch import EXPERT_NS, EXPERTS_NS, LAUNCH_NS, chunk_ns, stage_launch_ns
 
 FloatArray = npt.NDArray[np.float64]
 EXCHANGE_LAUNCH = 200_000.0
 """Nanoseconds of the host to launch the exchange of keys in one direction, on an H200's host
 (docs/results/2x_h200/attention_host.csv)."""
+EXPERTS_BACK = 1.7
+"""How many times as long as in the forward rows are moved to and from experts in the backward."""
 FORWARD_SHARE = 1 / 3.5
 """The forward's share of attention's forward + backward time: two products of seven."""
 
@@ -171,7 +173,7 @@ class LayerModel:
         """Nanoseconds of the host to launch a layer; cuts: bool, of ranks that attend to earlier keys."""
         second = np.asarray(cuts, dtype=np.float64)
         exchange = EXCHANGE_LAUNCH if self.layout.context > 1 else 0.0
-        (forward, backward), (extra, back) = LAUNCH_NS, (0.0, 0.0)
+        (forward, backward), (extra, back) = self._launches, (0.0, 0.0)
         if self.costs is not None:
             (forward, backward), (extra, back) = self.costs.host, self.costs.host_second
         rerun, pp = self.recompute == "selective", self.layout.pipeline
@@ -182,9 +184,30 @@ class LayerModel:
             share * (forward + second * (extra + exchange)), share * (backward + second * (back + exchange))
         )
 
+    @property
+    def _launches(self) -> tuple[float, float]:
+        """Nanoseconds of the host to launch a layer's forward and backward, without a profile."""
+        forward, backward = (
+            dense + self._routed_share * (layer + self._rank_experts * one)
+            for dense, layer, one in zip(LAUNCH_NS, EXPERTS_NS, EXPERT_NS, strict=True)
+        )
+        return forward, backward
+
+    @property
+    def _routed_share(self) -> float:
+        """Layers with experts of all layers."""
+        experts = self.shape.experts
+        return 0.0 if experts is None else 1 - experts.dense_layers / self.layers
+
+    @property
+    def _rank_experts(self) -> float:
+        """Experts of a layer on one GPU."""
+        experts = self.shape.experts
+        return 0.0 if experts is None else experts.count / experts.parallel
+
     def host_again(self, cuts: npt.ArrayLike) -> FloatArray:
         """Nanoseconds of the host to launch a layer's forward once more, in the backward of a recomputed layer."""
-        forward, extra = LAUNCH_NS[0], 0.0
+        forward, extra = self._launches[0], 0.0
         if self.costs is not None:
             forward, extra = self.costs.host[0], self.costs.host_second[0]
         return self.assumptions.host_launch * (forward + np.asarray(cuts, dtype=np.float64) * extra)
@@ -213,7 +236,33 @@ class LayerModel:
         widths = rates.activation_passes * shape.hidden + rates.ffn_passes * shape.ffn
         elements = t * (2 * widths / tp / rates.memory_rate * 1e9)
         weights = rates.weight_traffic * shape.layer_parameters / tp / rates.memory_rate * 1e9
-        return Times(products + elements + exchange, 2 * products + 2 * elements + weights + exchange_back)
+        moved, small, more_weights = self._routed_ns(t)
+        return Times(
+            products + elements + exchange + moved + small,
+            2 * products
+            + 2 * elements
+            + weights
+            + exchange_back
+            + EXPERTS_BACK * moved
+            + 2 * small
+            + more_weights,
+        )
+
+    def _routed_ns(self, t: FloatArray) -> tuple[FloatArray, float, float]:
+        """Nanoseconds that a layer with experts adds to a dense one as wide as what a token passes: moving rows and the
+        slowness of small products, both in a forward, and traffic of idle experts' weights in a backward. Each rank
+        gets as many rows as it sends."""
+        shape, experts, tp, rates = self.shape, self.shape.experts, self.layout.tensor, self.assumptions
+        if experts is None:
+            return 0 * t, 0.0, 0.0
+        one = ffn_parameters(shape, experts.ffn) / experts.tensor
+        rows = t * experts.chosen * experts.tensor / tp
+        moved = rates.expert_passes * rows * 2 * shape.hidden / rates.memory_rate * 1e9
+        small = 2 * rates.expert_rows * self._rank_experts * one / rates.matmul_rate * 1e9
+        idle = self._rank_experts * one - experts.chosen * one * experts.tensor / tp
+        traffic = rates.weight_traffic * idle / rates.memory_rate * 1e9
+        share = self._routed_share
+        return share * moved, share * small, share * traffic
 
     def embedding(self, tokens: npt.ArrayLike) -> Times:
         """Look-up on the first stage (ns): reads and writes rows; tensor ranks reduce-scatter them."""

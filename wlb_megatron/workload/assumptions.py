@@ -29,6 +29,14 @@ class Assumptions:
     ffn_passes: float = _assumed(
         3, "the same for rows of ffn-hidden-size, in the activation function (count)"
     )
+    expert_passes: float = _assumed(
+        12,
+        "times that the forward of a layer reads or writes a row of hidden-size for each expert that a token passes: "
+        "routing, permutation; backward takes 1.7 times as many (count)",
+    )
+    expert_rows: float = _assumed(
+        400, "rows that each expert of a GPU adds to its matrix products, because small ones are slow (count)"
+    )
     tp_exposed: float = _assumed(
         1.0,
         "tensor parallelism's communication that matrix products do not hide; less with --tp-comm-overlap (share, 0 to "

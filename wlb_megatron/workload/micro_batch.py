@@ -17,6 +17,10 @@ ms outside attention and 0.15 to 0.26 ms for attention's calls (profiles in docs
 LAUNCH_NS = (2.7e6, 3.3e6)
 """The host's time to launch a layer's forward and its backward (ns), on an H200's host (docs/results)."""
 
+EXPERTS_NS, EXPERT_NS = (2.7e6, 2.8e6), (0.056e6, 0.094e6)
+"""What a layer with experts, and each expert of a rank, add to that: from a Qwen3-30B-A3B layer with 16 and with 128
+experts (docs/results/1x_h200/expert_layers.csv)."""
+
 STAGE_NS = 18e6
 """The host's time per micro-batch on a pipeline stage outside its layers (ns), forward and backward: draws, transfers.
 On four H200s, 4 layers a stage with full recompute, 33 steps of 4 to 24 micro-batches took 48 to 57 ms per micro-batch,
