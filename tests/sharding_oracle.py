@@ -7,7 +7,14 @@ from hypothesis import strategies as st
 
 from wlb_megatron.sharding.alignment import padding
 from wlb_megatron.sharding.attention_calls import attention_layout
+from wlb_megatron.sharding.hybrid import hybrid
 from wlb_megatron.sharding.segments import ShardPlan
+from wlb_megatron.sharding.slots import PieceList
+
+
+def mix(lengths, cp_size, table, prefixes=None):
+    """Hybrid sharding's plan of one micro-batch."""
+    return hybrid(PieceList.of([lengths], None if prefixes is None else [prefixes]), cp_size, table)[0]
 
 
 @st.composite

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from wlb_megatron.sharding.alignment import slot_bounds
 from wlb_megatron.sharding.segments import IntArray, ShardPlan
@@ -54,15 +53,6 @@ def hybrid(pieces: PieceList, cp_size: int, table: KernelTable) -> list[ShardPla
     whole_ns[chunks] += table.rectangle_ns(pieces.lengths[chunks], pieces.prefixes[chunks])
     columns = (np.split(column, pieces.first[1:-1]) for column in (pieces.lengths, pieces.prefixes, whole_ns))
     return [_mix(lengths, before, ns, cp_size, table) for lengths, before, ns in zip(*columns, strict=True)]
-
-
-def mix(
-    lengths: npt.ArrayLike, cp_size: int, table: KernelTable, prefixes: npt.ArrayLike | None = None
-) -> ShardPlan:
-    """The plan of one micro-batch. lengths: int[n] tokens of each piece, padding piece included. prefixes: int[n],
-    earlier tokens that each attends to (default none)."""
-    before = None if prefixes is None else [np.asarray(prefixes, dtype=np.int64)]
-    return hybrid(PieceList.of([lengths], before), cp_size, table)[0]
 
 
 def _mix(

@@ -105,11 +105,6 @@ def per_document(pieces: PieceList, cp_size: int, table: KernelTable | None = No
     Example: lengths [5, 3], CP=2: piece 0 lengthens slot 0 (chunks 2 1 1 1), piece 1 slots 1, 2, 3 (chunks 0 1 1 1).
     Raises ValueError if a total is not a positive multiple of cp_size.
     """
-    return deal(pieces, document_cuts(pieces, cp_size))
-
-
-def document_cuts(pieces: PieceList, cp_size: int) -> IntArray:
-    """int64[n, 2 * CP + 1]: where each piece's chunks begin and end, in tokens."""
     slot_bounds(pieces.totals(), cp_size)  # refuses totals that would leave ranks unequal
     slots = 2 * cp_size
     base, extra = np.divmod(pieces.lengths, slots)
@@ -120,7 +115,7 @@ def document_cuts(pieces: PieceList, cp_size: int) -> IntArray:
     # With 8 slots, cursor 6, extra 3 (slots 6, 7, 0): before slot 1 one (slot 0, wrapped), before slot 7 two.
     longer_before = np.clip(chunk - cursor, 0, extra)
     wrapped = np.clip(cursor + extra - slots, 0, chunk)
-    return chunk * base + longer_before + wrapped
+    return deal(pieces, chunk * base + longer_before + wrapped)
 
 
 def per_sequence(pieces: PieceList, cp_size: int, table: KernelTable | None = None) -> list[ShardPlan]:
@@ -129,11 +124,6 @@ def per_sequence(pieces: PieceList, cp_size: int, table: KernelTable | None = No
     Example: lengths [24, 8], CP=4: slots of 4 tokens; piece 1 is slots 6 and 7, held by ranks 1 and 0. Raises
     ValueError if a total is not a positive multiple of cp_size.
     """
-    return deal(pieces, sequence_cuts(pieces, cp_size))
-
-
-def sequence_cuts(pieces: PieceList, cp_size: int) -> IntArray:
-    """int64[n, 2 * CP + 1]: the bounds of the slots, as tokens inside each piece."""
     bounds = slot_bounds(pieces.totals(), cp_size)[pieces.owner]
     starts = pieces.before(pieces.lengths)
-    return np.clip(bounds - starts[:, None], 0, pieces.lengths[:, None])
+    return deal(pieces, np.clip(bounds - starts[:, None], 0, pieces.lengths[:, None]))
