@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from plan_checks import merge_touching, validate
 from sharding_oracle import cp_and_lengths, holders, seen_by_rank, slot_rule
 
-from wlb_megatron.plan import MicroBatch, Piece
-from wlb_megatron.sharding.alignment import multiple, padded_lengths, padding, slot_bounds
+from wlb_megatron.sharding.alignment import multiple, padded, padding, slot_bounds
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.sharding.select import shard, shard_all
 
@@ -199,12 +198,7 @@ def test_padding_fills_to_the_multiple_and_an_empty_micro_batch_gets_one():
 
 
 def test_a_micro_batch_is_padded_by_a_last_piece_where_needed():
-    def lengths(*sizes):
-        return padded_lengths(
-            MicroBatch(tuple(Piece(0, d, 5, 5 + n) for d, n in enumerate(sizes)), 0), 8
-        ).tolist()
-
-    assert (lengths(7, 4), lengths(8, 16), lengths()) == ([7, 4, 5], [8, 16], [8])
+    assert [padded(lengths, 8).tolist() for lengths in ([7, 4], [8, 16], [])] == [[7, 4, 5], [8, 16], [8]]
 
 
 def test_slots_of_several_micro_batches_come_in_one_array():

@@ -52,7 +52,9 @@ class Trainer:
         asked. `chunks` is the choice of --wlb-chunks."""
         rows = (
             (
-                self.release is not None and self.stages > 1 and _parts(self.release) < LEAST_RELEASE,
+                self.release is not None
+                and self.stages > 1
+                and tuple(map(int, self.release.split(".")[:2])) < LEAST_RELEASE,
                 f"megatron-core {self.release} with --pipeline-model-parallel-size above 1",
                 "its schedule cannot run more forwards ahead; use 0.17 or later",
             ),
@@ -132,8 +134,3 @@ class Trainer:
             (self.shares_scales, "FP8 with delayed scaling takes its largest values, again under recompute"),
         )
         return [what for applies, what in rows if applies]
-
-
-def _parts(release: str) -> tuple[int, int]:
-    major, minor = release.split(".")[:2]
-    return int(major), int(minor)

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from wlb_megatron.plan import MicroBatch
-
 IntArray = npt.NDArray[np.int64]
 
 
@@ -41,14 +39,6 @@ def padded(lengths: Sequence[int] | IntArray, multiple: int) -> IntArray:
     tokens = np.asarray(lengths, dtype=np.int64)
     missing = padding(int(tokens.sum()), multiple)
     return np.append(tokens, missing) if missing else tokens
-
-
-def padded_lengths(micro_batch: MicroBatch, multiple: int) -> IntArray:
-    """int64[n]: tokens of each piece, with the padding (plan.PADDING) last if the total needs any.
-
-    Example: pieces of 7 and 4 tokens to a multiple of 8: [7, 4, 5].
-    """
-    return padded([piece.end - piece.start for piece in micro_batch.pieces], multiple)
 
 
 def slot_bounds(tokens: npt.ArrayLike, cp_size: int) -> IntArray:

@@ -21,7 +21,7 @@ from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.varlen.delay_bound import Limits
 from wlb_megatron.packing.varlen.varlen_packer import VarlenPacker, lmax
 from wlb_megatron.plan import IterationPlan
-from wlb_megatron.sharding.alignment import multiple, padded_lengths
+from wlb_megatron.sharding.alignment import multiple, padded
 from wlb_megatron.sharding.cut import cut_plans
 from wlb_megatron.sharding.predict import predict_all
 from wlb_megatron.sharding.segments import ShardPlan
@@ -114,7 +114,7 @@ def shard_run(plans: Sequence[IterationPlan], sharding: str, model: LayerModel) 
     if sharding != "paper-adaptive":
         return cut_plans(plans, layout.context, aligned, sharding, model.table)
     lengths = [
-        padded_lengths(micro_batch, aligned)
+        padded([piece.tokens for piece in micro_batch.pieces], aligned)
         for plan in plans
         for row in plan.micro_batches
         for micro_batch in row
