@@ -50,9 +50,9 @@ def both(rank: int, port: int) -> None:
 def attend_in_groups(rank: int, world: int) -> None:
     """Random plans, micro-step by micro-step: each group's documents as if computed one at a time, in fp64."""
     from megatron.core import parallel_state
-    from wlb_megatron.plugin.ranks import groups
 
     from wlb_megatron.plugin.job_state import part
+    from wlb_megatron.plugin.micro_batches import groups
     from wlb_megatron.plugin.micro_batches.groups import make_groups, process_group
     from wlb_megatron.plugin.micro_batches.planning import RankGroup
 
