@@ -10,8 +10,6 @@ fresh processes are needed.
     done = run([worker], ["--num-layers", "2"], 2, cpu_environment(), timeout=300)
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import functools
@@ -78,7 +76,7 @@ def run(
                 late.add_note("\n".join(streams[name][-3000:].decode(errors="replace") for name in streams))
                 raise late
             for key, _ in ready:
-                piece = key.fileobj.recv(1 << 16)  # type: ignore[union-attr]
+                piece = key.fileobj.recv(1 << 16)
                 streams[key.data] += piece
                 if not piece:
                     waiting.unregister(key.fileobj)
@@ -174,7 +172,7 @@ def _serve(jobs: socket.socket) -> tuple[dict[str, Any], int]:
     threads = os.listdir("/proc/self/task")
     if len(threads) > 1:  # none of them would be in the ranks, and what they lock would stay locked
         raise SystemExit(f"importing Megatron starts {len(threads) - 1} threads: ranks cannot be forked")
-    for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
+    for finalizer in weakref.finalize._registry:
         finalizer.atexit = False  # of torch's libraries, which ranks do not take apart either
     gc.freeze()
     leaders: list[int] = []
@@ -284,7 +282,7 @@ def main() -> None:
         status = end.code
         if not isinstance(status, int | None):  # the interpreter prints it
             raise
-    threading._shutdown()  # type: ignore[attr-defined]
+    threading._shutdown()
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -3,8 +3,6 @@
 After transformer_engine.pytorch 2.18 to 2.20: quantization.py (FP8GlobalStateManager), distributed.py (checkpoint).
 """
 
-from __future__ import annotations
-
 import itertools
 import sys
 from collections import Counter, deque

@@ -4,8 +4,6 @@ scripts/check_combinations.py runs each through Megatron's loop against the sing
 flags; tests/test_megatron_combinations.py runs a few of them.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Run Megatron through the plugin in child processes and read what every rank saw."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -5,8 +5,6 @@ megatron_worker.py saves them. Losses of multi-token prediction count as many ti
 Megatron counts, at each depth, those of a micro-batch alone.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -4,8 +4,6 @@ Fixed windows of the corpus, one document each as Megatron sees it; losses and g
 WORKER_ALONE: numbers of the documents that are trained instead, each alone in a micro-batch.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from typing import Any

@@ -4,8 +4,6 @@ Started by torch.distributed.run with the plugin's flags; WORKER_OUT names the f
 weights are a function of a parameter's global name alone, so that every layout starts from the same model.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import json

@@ -1,7 +1,5 @@
 """What the packing tests share: a plain stream, a run that checks every promise of a plan, and what it returns."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from dataclasses import fields

@@ -1,7 +1,5 @@
 """Random plans of groups, for tests of what runs them: any valid plan must train alike."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """What a pipeline stage holds, counted slowly event by event, and the best plan of all."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import product
 

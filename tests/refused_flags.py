@@ -3,8 +3,6 @@
 Megatron's own parser and validation with the plugin's hooks, in one process, without starting a run.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -3,8 +3,6 @@
 cd CHECKOUT_OF_THAT_COMMIT && PYTHONPATH=.:tests python PATH_OF_THIS_FILE > tests/states/COMMIT.json
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """A tiny word-level Hugging Face tokenizer in a folder, and seeded conversations of its words."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """A real Slurm of this user in a temporary folder: munged, slurmctld, and a slurmd for each node, on free ports."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import shutil
@@ -100,7 +98,7 @@ def cluster(folder: Path, names: tuple[str, ...] = ()) -> Iterator[dict[str, str
     try:
         for daemon in daemons:
             quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-            started.append(subprocess.Popen(daemon, env=environment, **quiet))  # type: ignore[call-overload]
+            started.append(subprocess.Popen(daemon, env=environment, **quiet))
             time.sleep(0.5)
         wait_for(
             lambda: ask(["sinfo", "-h", "-N", "-o", "%t"], environment).split() == ["idle"] * len(names), 60
@@ -127,7 +125,7 @@ def ask(command: list[str], environment: dict[str, str]) -> str:
 def wait_for(happened: object, seconds: float) -> None:
     """Until `happened()` is true; TimeoutError after that many seconds."""
     end = time.monotonic() + seconds
-    while not happened():  # type: ignore[operator]
+    while not happened():
         if time.monotonic() > end:
             raise TimeoutError(f"not within {seconds} s")
         time.sleep(0.3)

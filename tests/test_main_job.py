@@ -1,7 +1,5 @@
 """The main job's end, as a newcomer reads it."""
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 import sys
@@ -16,7 +14,7 @@ from scripts.environment import cpu_environment
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def test_the_end_says_what_balanced_the_step_what_gpus_take_and_where_the_picture_lies() -> None:
+def test_the_end_says_what_balanced_the_step_what_gpus_take_and_where_the_picture_lies():
     summary = {
         "plain": {"micro_batches": 8.0, "gpu_tokens_per_second": 100.0},
         "wlb": {"micro_batches": 12.4, "gpu_tokens_per_second": 150.0},
@@ -33,9 +31,7 @@ def test_the_end_says_what_balanced_the_step_what_gpus_take_and_where_the_pictur
     assert max(map(len, lines)) <= 120
 
 
-def test_the_steps_on_gpus_are_simulated_from_the_same_documents(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_steps_on_gpus_are_simulated_from_the_same_documents(tmp_path, monkeypatch):
     from wlb_megatron.documents import lengths
 
     documents = np.tile([40, 600, 2048, 90, 5000, 300], 20)  # 5000 is above the window and left out
@@ -47,7 +43,7 @@ def test_the_steps_on_gpus_are_simulated_from_the_same_documents(
 
 
 @pytest.mark.megatron
-def test_the_small_fine_tuning_job_trains_answers_alone(tmp_path: Path) -> None:
+def test_the_small_fine_tuning_job_trains_answers_alone(tmp_path):
     pytest.importorskip("transformers")
     script, flags = ROOT / "scripts" / "sft_job.py", f"--out {tmp_path} --iterations 3 --conversations 300"
     command = [sys.executable, str(script), *flags.split()]

@@ -4,8 +4,6 @@ One run on two data-parallel ranks, of which Megatron runs each iteration but th
 result for wrong (--error-injection-rate), runs the iteration again, and goes on as the difference is not fatal.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import dataclass
@@ -60,21 +58,21 @@ def seen(trained: dict[str, Any], micro_batches: int) -> list[list[list[tuple[An
 
 
 @pytest.fixture(scope="module")
-def run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def run(corpus, tmp_path_factory):
     out = tmp_path_factory.mktemp("accounts")
     arguments = flags(RUN, AGAIN, RATE, LOG, f"--data-path {corpus} --save {out}/saved --ckpt-format torch")
     said = output_of(arguments, 2, out=out)
     return Run(said, out, [seen(rank, SAMPLES // 2) for rank in read_ranks(out, 2)])
 
 
-def test_an_iteration_that_is_run_again_gets_the_same_micro_batches(run: Run) -> None:
+def test_an_iteration_that_is_run_again_gets_the_same_micro_batches(run):
     for rank in run.ranks:
         assert [len(runs) for runs in rank] == [1, 2, 2, 2]
         for runs in rank:
             assert all(again == runs[0] for again in runs)  # documents and losses, to the last bit
 
 
-def test_the_logged_loss_is_the_mean_over_all_tokens_of_all_ranks(run: Run) -> None:
+def test_the_logged_loss_is_the_mean_over_all_tokens_of_all_ranks(run):
     """F4: micro-batches differ in tokens, and a mean of their means would not be this."""
     means = []
     for iteration in range(ITERATIONS):
@@ -87,7 +85,7 @@ def test_the_logged_loss_is_the_mean_over_all_tokens_of_all_ranks(run: Run) -> N
     assert run.logged(r"lm loss: (\S+)") == pytest.approx(expected, rel=1e-6)
 
 
-def test_the_learning_rate_follows_the_samples_that_have_trained(run: Run) -> None:
+def test_the_learning_rate_follows_the_samples_that_have_trained(run):
     """F5: a warm-up over 6 samples, then a cosine down to 1e-4 at 16; a sample is a window, run once or twice."""
     assert run.logged(r"consumed samples: +(\d+)") == [4, 8, 12, 16]
     expected = [
@@ -97,7 +95,7 @@ def test_the_learning_rate_follows_the_samples_that_have_trained(run: Run) -> No
     assert run.logged(r"learning rate: (\S+)") == pytest.approx(expected, rel=1e-6)
 
 
-def test_flops_are_those_of_the_documents_counted_by_hand(run: Run) -> None:
+def test_flops_are_those_of_the_documents_counted_by_hand(run):
     """F13: two layers of 32, 4 heads and 2 groups of 8, a gated ffn of 64, 128 logits; multiply and add are 2 FLOPs,
     backward twice the forward; an attended pair costs 2 x 32 multiplications, a document of n tokens has n*n/2."""
     saved = torch.load(run.out / "saved/iter_0000004/mp_rank_00/model_optim_rng.pt", weights_only=False)
@@ -108,13 +106,13 @@ def test_flops_are_those_of_the_documents_counted_by_hand(run: Run) -> None:
     assert len(run.logged(r"throughput per GPU \(TFLOP/s/GPU\): (\S+)")) == ITERATIONS
 
 
-def test_tokens_are_counted_as_they_are_trained(run: Run) -> None:
+def test_tokens_are_counted_as_they_are_trained(run):
     counts = [sum(run.tokens(iteration)) for iteration in range(ITERATIONS)]
     assert run.logged(r"tokens: (\d+), \d+ so far") == counts
     assert run.logged(r"tokens: \d+, (\d+) so far") == [sum(counts[: k + 1]) for k in range(ITERATIONS)]
 
 
-def test_megatrons_other_figures_are_logged(run: Run) -> None:
+def test_megatrons_other_figures_are_logged(run):
     norms, zeros = run.logged(r"params norm: (\S+)"), run.logged(r"num zeros: (\S+)")
     assert len(norms) == len(zeros) == ITERATIONS and all(norm > 0 for norm in norms)
     assert all(count < 10_000 for count in zeros)  # embeddings of tokens that did not come
@@ -122,9 +120,7 @@ def test_megatrons_other_figures_are_logged(run: Run) -> None:
         assert re.search(rf"^ +{timer}[ .]*: \([\d.]+, [\d.]+\)", run.log, re.MULTILINE), timer
 
 
-def test_a_result_that_is_not_a_number_leaves_a_checkpoint_from_before_it(
-    corpus: Path, run: Run, tmp_path: Path
-) -> None:
+def test_a_result_that_is_not_a_number_leaves_a_checkpoint_from_before_it(corpus, run, tmp_path):
     """It is not a number again: Megatron saves, exits with 16 to be tried on another GPU, and notes the rejection.
     From that checkpoint, whose packing state has to be of iteration 2, the iteration is run again."""
     saved, tracker = tmp_path / "saved", tmp_path / "rejected.txt"
@@ -166,9 +162,7 @@ pretrain_gpt.main()
 """
 
 
-def test_a_gradient_that_is_not_a_number_again_on_another_gpu_accuses_neither(
-    corpus: Path, tmp_path: Path
-) -> None:
+def test_a_gradient_that_is_not_a_number_again_on_another_gpu_accuses_neither(corpus, tmp_path):
     """Megatron compares the n-th check of a step in both jobs, so checks of a rehearsal must not count."""
     saves = f"--data-path {corpus} --save {tmp_path} --load {tmp_path} --ckpt-format torch_dist"
     rejected = f"--result-rejected-tracker-filename {tmp_path}/rejected"

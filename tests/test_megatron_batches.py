@@ -1,17 +1,14 @@
 """Global batches that data-parallel ranks do not divide, through Megatron's loop."""
 
-from __future__ import annotations
-
 import json
 import re
-from pathlib import Path
 
 import pytest
 from megatron_runs import flags, output_of, refusal_of
 
 
 @pytest.mark.megatron
-def test_a_batch_of_four_is_decreased_to_three_over_three_ranks(corpus: Path, tmp_path: Path) -> None:
+def test_a_batch_of_four_is_decreased_to_three_over_three_ranks(corpus, tmp_path):
     """Megatron's consumed samples and the planner's agree, also after a resume."""
     log = tmp_path / "log.jsonl"
     arguments = flags(
@@ -28,9 +25,7 @@ def test_a_batch_of_four_is_decreased_to_three_over_three_ranks(corpus: Path, tm
 
 
 @pytest.mark.megatron
-def test_a_micro_batch_of_two_windows_trains_exactly_at_resume_and_evaluates_in_its_own(
-    corpus: Path, tmp_path: Path
-) -> None:
+def test_a_micro_batch_of_two_windows_trains_exactly_at_resume_and_evaluates_in_its_own(corpus, tmp_path):
     """8 windows over two ranks are two micro-batches each, of up to 1.5 x 2 windows of 64 tokens."""
     arguments = flags(
         f"--data-path {corpus} --split 60,40,0 --num-workers 0 --train-iters 4 --global-batch-size 8",

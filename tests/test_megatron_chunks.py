@@ -1,7 +1,5 @@
 """Through Megatron's own loop: documents in chunks train what the single process trains with whole ones."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections import Counter
@@ -86,9 +84,7 @@ def chunks_of_a_document(ranks: list[dict[str, Any]]) -> int:
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_losses_and_gradients_equal_the_single_process(
-    name: str, corpus: Path, single: Any, tmp_path: Path
-) -> None:
+def test_losses_and_gradients_equal_the_single_process(name, corpus, single, tmp_path):
     processes, layout, model = ROWS[name]
     if "--mtp" in model and megatron_version() < "0.19":
         pytest.skip("wheels before build no multi-token prediction")
@@ -104,9 +100,7 @@ def test_losses_and_gradients_equal_the_single_process(
 
 
 @pytest.mark.skipif(megatron_version() < "0.19", reason="its check for GPUs cannot be replaced")
-def test_offloaded_activations_come_back_in_the_order_of_the_backwards(
-    corpus: Path, single: Any, tmp_path: Path
-) -> None:
+def test_offloaded_activations_come_back_in_the_order_of_the_backwards(corpus, single, tmp_path):
     ranks = run(corpus, tmp_path, 2, f"{FOUR} {PP2} {CHUNKS}", WORKER_OFFLOADS="1")
     assert chunks_of_a_document(ranks) >= 2
     check_alike(single(TRAINED, FOUR, WHOLE), ranks, ITERATIONS, numbers(ranks))
@@ -124,7 +118,7 @@ def test_offloaded_activations_come_back_in_the_order_of_the_backwards(
 
 
 @pytest.mark.parametrize("what", ["class", "hook"])
-def test_a_model_that_changes_its_losses_trains_with_them(what: str, corpus: Path, tmp_path: Path) -> None:
+def test_a_model_that_changes_its_losses_trains_with_them(what, corpus, tmp_path):
     """Its losses stay in the forward: a deferred loss would come after the change."""
     whole = run(corpus, tmp_path / "whole", 1, WHOLE, WORKER_DOUBLES="class")
     chunks = run(corpus, tmp_path / "chunks", 1, CHUNKS, WORKER_DOUBLES=what)
@@ -133,9 +127,7 @@ def test_a_model_that_changes_its_losses_trains_with_them(what: str, corpus: Pat
 
 
 @pytest.mark.parametrize("what", ["patch", "patch in place"])
-def test_a_change_of_losses_that_was_not_seen_beforehand_ends_the_job_with_a_line(
-    what: str, corpus: Path, tmp_path: Path
-) -> None:
+def test_a_change_of_losses_that_was_not_seen_beforehand_ends_the_job_with_a_line(what, corpus, tmp_path):
     """Lost with the change, every loss was 0, and the first stage waited for gradients that never came."""
     arguments = flags(f"--data-path {corpus}", TRAINED, PP2, CHUNKS)
     done = launch(arguments, 2, out=tmp_path / "out", timeout=60, WORKER_DOUBLES=what)
@@ -149,9 +141,7 @@ def test_a_change_of_losses_that_was_not_seen_beforehand_ends_the_job_with_a_lin
 
 
 @pytest.mark.parametrize("layout", [PP2, VPP])
-def test_a_document_of_four_windows_trains_whole_as_in_a_window_of_its_length(
-    layout: str, tmp_path: Path
-) -> None:
+def test_a_document_of_four_windows_trains_whole_as_in_a_window_of_its_length(layout, tmp_path):
     """Windows of 64 on two stages, after a rehearsal with keys of such a document, against windows of 256 on one."""
     corpus, log, traced = tmp_path / "long", tmp_path / "log.jsonl", tmp_path / "trace.json"
     write_corpus(corpus, [30, 256, 64, 5, 300, 17, 130, 61, 200, 44])

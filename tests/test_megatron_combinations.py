@@ -3,10 +3,7 @@
 A few rows of the table in megatron_combinations.py; scripts/check_combinations.py runs all of them.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,9 +36,7 @@ RUN = "--global-batch-size 4 --train-iters 2"
         "FP8 delayed, full recompute, DP2xPP2",
     ],
 )
-def test_a_row_of_the_table_equals_the_single_process(
-    name: str, corpus: Path, single: Any, tmp_path: Path
-) -> None:
+def test_a_row_of_the_table_equals_the_single_process(name, corpus, single, tmp_path):
     row = ROWS[name]
     ranks = train(flags(f"--data-path {corpus}", RUN, row.model, row.flags), row.processes, tmp_path)
     check_alike(single(RUN, row.model), ranks, 2)
@@ -49,9 +44,7 @@ def test_a_row_of_the_table_equals_the_single_process(
 
 @pytest.mark.parametrize("micro_batches", [4, 6, 8])
 @pytest.mark.parametrize(("stages", "chunks", "group"), [(2, 1, 1), (2, 2, 2), (4, 2, 4), (2, 3, 4)])
-def test_the_order_is_that_of_megatrons_schedule_table(
-    micro_batches: int, stages: int, chunks: int, group: int
-) -> None:
+def test_the_order_is_that_of_megatrons_schedule_table(micro_batches, stages, chunks, group):
     """Every stage runs Megatron's table; walking it as a pipeline gives what passes between neighbours."""
     from megatron.core.pipeline_parallel.schedules import get_schedule_table
 
@@ -73,7 +66,7 @@ def test_the_order_is_that_of_megatrons_schedule_table(
         assert orders["receive forward"] == list(forward[stage])
 
 
-def test_a_tensor_of_another_shape_than_planned_is_an_error_on_the_host() -> None:
+def test_a_tensor_of_another_shape_than_planned_is_an_error_on_the_host():
     """E3: 2 stages of 2 chunks, the last stage sends its first chunk's outputs back to the first stage."""
 
     class Tensor:
@@ -98,9 +91,7 @@ class Transfer:
 
 
 @pytest.mark.parametrize("frees", [True, False])
-def test_before_0_18_an_output_has_been_sent_when_megatron_frees_it(
-    frees: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_before_0_18_an_output_has_been_sent_when_megatron_frees_it(frees, monkeypatch):
     """Megatron's interleaved schedule frees what it sent as soon as the call is back (deallocate_output_tensor)."""
     part(pipeline_shapes.KnownShapes).queue = object()
     output = torch.arange(6.0)
@@ -121,8 +112,6 @@ def test_before_0_18_an_output_has_been_sent_when_megatron_frees_it(
 
 
 @pytest.mark.parametrize(("version", "mended"), [("0.16.2", True), ("0.17.2", True), ("0.18.2", False)])
-def test_outputs_are_waited_for_where_megatron_does_not(
-    version: str, mended: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_outputs_are_waited_for_where_megatron_does_not(version, mended, monkeypatch):
     monkeypatch.setattr(install, "megatron_version", lambda: version)
     assert any(hook.wrap is wrap_send_forward_recv_forward for hook in install.rows()) == mended

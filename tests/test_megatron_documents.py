@@ -1,16 +1,12 @@
 """Corpora that a run cannot train rightly, through Megatron's loop: one line, and a status that is not 0."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 from megatron_runs import LENGTHS, flags, refusal_of, rewrite_corpus, write_corpus
 
 pytestmark = pytest.mark.megatron
 
 
-def test_a_token_id_outside_the_vocabulary_ends_the_run_on_tensor_parallel_ranks(tmp_path: Path) -> None:
+def test_a_token_id_outside_the_vocabulary_ends_the_run_on_tensor_parallel_ranks(tmp_path):
     """Each rank's embedding would take it for one of the other's rows, and the loss would look fine."""
     documents = write_corpus(tmp_path / "corpus", LENGTHS)
     documents[17][60] = 4999

@@ -1,9 +1,6 @@
 """Dynamic groups through Megatron's own loop: whoever computes what, the single process's losses and gradients."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,9 +50,7 @@ def micro_steps(rank: dict[str, Any]) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_random_mixes_of_groups_train_as_the_single_process_does(
-    name: str, corpus: Path, single: Any, tmp_path: Path
-) -> None:
+def test_random_mixes_of_groups_train_as_the_single_process_does(name, corpus, single, tmp_path):
     processes, parallel, seed, more, model = ROWS[name]
     dynamic = f"--data-path {corpus} --wlb-cp-mode dynamic"
     arguments = flags(RUN, more, model, dynamic, **parallel)
@@ -76,8 +71,8 @@ def test_random_mixes_of_groups_train_as_the_single_process_does(
 
 
 def test_a_run_by_its_own_planner_says_whose_plans_it_trains_and_what_they_are_predicted_to_take(
-    corpus: Path, tmp_path: Path
-) -> None:
+    corpus, tmp_path
+):
     log, profile = tmp_path / "log.jsonl", tmp_path / "profile.json"
     write_small_profile(profile)
     run = f"--data-path {corpus} --global-batch-size 8 --train-iters 12 --split 1,0,0"

@@ -1,7 +1,5 @@
 """Full validation through Megatron's loop: every document of every set once, however it is cut over ranks."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -36,9 +34,7 @@ def mean(micro_batches: Iterable[tuple[list[Any], float, int]]) -> float:
     return sum(loss for _, loss, _ in losses) / sum(count for _, _, count in losses)
 
 
-def test_several_sets_are_each_evaluated_whole_over_two_data_parallel_ranks(
-    corpus: Path, tmp_path: Path
-) -> None:
+def test_several_sets_are_each_evaluated_whole_over_two_data_parallel_ranks(corpus, tmp_path):
     """E9: all ranks evaluate as often, the last micro-batches padding alone; twice the same; a loss per token."""
     for seed, (name, lengths) in enumerate(SETS.items()):
         write_corpus(tmp_path / name, lengths, seed=seed)
@@ -70,7 +66,7 @@ def test_several_sets_are_each_evaluated_whole_over_two_data_parallel_ranks(
         assert sum(count for _, _, count in with_documents) == sum(SETS[name]) - len(SETS[name])
 
 
-def test_all_validation_and_test_documents_without_training(corpus: Path, tmp_path: Path) -> None:
+def test_all_validation_and_test_documents_without_training(corpus, tmp_path):
     """--skip-train; the test set has its own number of iterations, fewer than the validation set's."""
     skip = f"--skip-train --split 40,45,15 --data-path {corpus}"
     said = output_of(flags(FROZEN, skip), 1, out=tmp_path)
@@ -84,9 +80,7 @@ def test_all_validation_and_test_documents_without_training(corpus: Path, tmp_pa
         assert printed(said, f"{where} set") == pytest.approx([mean(of_part)], rel=1e-6)
 
 
-def test_a_checkpoint_is_evaluated_on_other_data_at_another_window_and_batch(
-    corpus: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_is_evaluated_on_other_data_at_another_window_and_batch(corpus, tmp_path):
     """Without any training data; the packing state of the checkpoint is not asked."""
     checkpoint = f"--ckpt-format torch --load {tmp_path}/checkpoint"
     trained = f"--global-batch-size 2 --train-iters 2 --split 1,0,0 --data-path {corpus}"

@@ -1,7 +1,5 @@
 """Faults of files and machines in a real run: a rank that cannot go on ends soon, with a status that tells it."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
@@ -40,9 +38,7 @@ def truncate_when(log: Path, lines: int, victim: Path) -> None:
 
 
 @pytest.mark.parametrize("workers", ["0", "2"])
-def test_a_run_whose_tokens_cannot_be_read_any_more_ends_though_workers_ignore_the_signal(
-    workers: str, tmp_path: Path
-) -> None:
+def test_a_run_whose_tokens_cannot_be_read_any_more_ends_though_workers_ignore_the_signal(workers, tmp_path):
     prefix, log = tmp_path / "documents", tmp_path / "steps.jsonl"
     write_corpus(prefix, LENGTHS * 4)
     run = (
@@ -73,9 +69,7 @@ def kill_planning(log: Path, marks: set[str], trained: list[int]) -> None:
 
 
 @pytest.mark.parametrize("layout", [{}, {"context": 2}])
-def test_a_run_whose_planning_process_is_killed_ends_at_once_with_a_line(
-    layout: dict[str, int], corpus: Path, tmp_path: Path
-) -> None:
+def test_a_run_whose_planning_process_is_killed_ends_at_once_with_a_line(layout, corpus, tmp_path):
     """Of the last rank alone. Its pipe holds hundreds of plans more."""
     log, ranks, trained = tmp_path / "steps.jsonl", layout.get("context", 1), list[int]()
     run = f"--data-path {corpus} --split 1,0,0 --global-batch-size 2 --train-iters 100000"
@@ -108,9 +102,7 @@ pretrain_gpt.main()
 
 
 @pytest.mark.parametrize("process", ["always", "never"])
-def test_a_run_whose_packer_loses_documents_ends_with_a_line_before_it_trains_them(
-    process: str, tmp_path: Path
-) -> None:
+def test_a_run_whose_packer_loses_documents_ends_with_a_line_before_it_trains_them(process, tmp_path):
     write_corpus(tmp_path / "documents", LENGTHS * 4)
     (tmp_path / "drops_half.py").write_text(DROPS_HALF)  # a module, so that the planning process finds it
     path = os.pathsep.join([str(tmp_path), cpu_environment().get("PYTHONPATH", "")])
@@ -131,9 +123,7 @@ pretrain_gpt.main()
 """
 
 
-def test_a_blend_of_many_corpora_and_a_large_batch_train_though_few_files_are_allowed_at_first(
-    tmp_path: Path,
-) -> None:
+def test_a_blend_of_many_corpora_and_a_large_batch_train_though_few_files_are_allowed_at_first(tmp_path):
     write_corpus(tmp_path / "0", [20, 30, 7])
     for number in range(1, 300):
         for kind in ("bin", "idx"):
@@ -150,7 +140,7 @@ def test_a_blend_of_many_corpora_and_a_large_batch_train_though_few_files_are_al
     assert "Traceback" not in done.stderr
 
 
-def test_what_a_checkpoint_refuses_is_told_once_a_node(corpus: Path, tmp_path: Path) -> None:
+def test_what_a_checkpoint_refuses_is_told_once_a_node(corpus, tmp_path):
     saves = f"--save {tmp_path} --load {tmp_path} --save-interval 1 --ckpt-format torch"
     run = f"--data-path {corpus} --split 1,0,0 --global-batch-size 2 --train-iters 2"
     arguments = flags(run, saves, context=2)

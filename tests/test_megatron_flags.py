@@ -1,11 +1,8 @@
 """docs/megatron_flags.md speaks of every flag that Megatron's parser has."""
 
-from __future__ import annotations
-
 import json
 import re
 from fnmatch import fnmatchcase
-from pathlib import Path
 
 import pytest
 from megatron_runs import ROOT, run_script
@@ -23,7 +20,7 @@ print(json.dumps([__shortversion__, groups]))
 
 
 @pytest.mark.megatron
-def test_every_flag_of_megatrons_parser_stands_in_the_table(tmp_path: Path) -> None:
+def test_every_flag_of_megatrons_parser_stands_in_the_table(tmp_path):
     text = (ROOT / "docs" / "megatron_flags.md").read_text(encoding="utf-8")
     patterns = set(re.findall(r"`(--[a-z0-9*-]+)", text))
     untouched = set(re.findall(r"\*([^*`\n]+)\*", text[text.index("## What has nothing to do") :]))

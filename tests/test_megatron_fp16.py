@@ -1,10 +1,7 @@
 """fp16: the loss scale multiplies a mean over the global batch, and updates that are thrown away are reported."""
 
-from __future__ import annotations
-
 import json
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,9 +12,7 @@ pytestmark = pytest.mark.megatron
 RUN = "--global-batch-size 4 --split 1,0,0"
 
 
-def test_gradients_are_the_scale_times_those_of_fp32_on_two_data_parallel_ranks(
-    corpus: Path, tmp_path: Path
-) -> None:
+def test_gradients_are_the_scale_times_those_of_fp32_on_two_data_parallel_ranks(corpus, tmp_path):
     """Divided by the tokens once, and so are those of multi-token prediction."""
     arguments = flags(f"--data-path {corpus}", RUN, "--train-iters 1 --mtp-num-layers 1")
     exact = whole_gradients(train(arguments, 1, tmp_path / "fp32"))
@@ -28,9 +23,7 @@ def test_gradients_are_the_scale_times_those_of_fp32_on_two_data_parallel_ranks(
         assert error < 0.02, f"{name}: {error:.3f}"
 
 
-def test_a_scale_at_which_summed_losses_overflow_is_kept_and_what_it_costs_is_told(
-    corpus: Path, tmp_path: Path
-) -> None:
+def test_a_scale_at_which_summed_losses_overflow_is_kept_and_what_it_costs_is_told(corpus, tmp_path):
     """From 2**22 a mean's scale settles at 2**21 (as it does without the plugin), a sum's over 240 tokens at 2**12."""
     log = tmp_path / "log.jsonl"
     scale = "--fp16 --initial-loss-scale 4194304 --hysteresis 1 --log-interval 2"

@@ -1,10 +1,6 @@
 """Steps in groups of micro-batches, backwards last first, train what Megatron's own order trains."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 from megatron_combinations import CP, FOUR, OVERLAPS, PP, RECOMPUTE, TP
@@ -27,9 +23,7 @@ TRAINED = f"{FOUR} --global-batch-size 6 --train-iters {ITERATIONS}"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_step_in_groups_equals_the_single_process_and_is_traced_as_it_ran(
-    layout: str, corpus: Path, single: Any, tmp_path: Path
-) -> None:
+def test_a_step_in_groups_equals_the_single_process_and_is_traced_as_it_ran(layout, corpus, single, tmp_path):
     processes, extra, sizes = LAYOUTS[layout]
     traced = tmp_path / "trace.json"
     reported = f"--wlb-trace {traced} --wlb-trace-iteration 2"

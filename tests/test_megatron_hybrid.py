@@ -1,9 +1,6 @@
 """A HybridModel of attention, MLP and experts trains as the GPTModel of the same layers, to the last bit."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -31,7 +28,7 @@ SPEC = "--spec wlb_megatron.plugin.model.local_hybrid stack --hybrid-layer-patte
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_hybrid_model_trains_as_a_gpt_model_does(tmp_path: Path, layout: str) -> None:
+def test_a_hybrid_model_trains_as_a_gpt_model_does(tmp_path, layout):
     pattern, both, of_gpt = LAYOUTS[layout]
     write_corpus(tmp_path / "corpus", LENGTHS * 6)
     shared = f"--data-path {tmp_path}/corpus {TRAINED} {both}"
@@ -61,7 +58,7 @@ DELTA_NETS = """--hybrid-layer-pattern G-*-G --linear-num-key-heads 2 --linear-n
 --linear-key-head-dim 8 --linear-value-head-dim 8 --spec wlb_megatron.plugin.model.local_hybrid stack"""
 
 
-def test_gated_delta_nets_over_packed_documents_are_those_of_each_document_alone(tmp_path: Path) -> None:
+def test_gated_delta_nets_over_packed_documents_are_those_of_each_document_alone(tmp_path):
     """The documents of a step, on two context-parallel ranks, and each alone in Megatron's own deterministic mode."""
     write_corpus(tmp_path / "corpus", LENGTHS)
     arguments = flags(DELTA_NETS, f"--data-path {tmp_path}/corpus --train-iters 1")

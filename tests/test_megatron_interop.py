@@ -1,7 +1,5 @@
 """Checkpoints of runs without the plugin, with it, and without it again: the same keys, weights and counts."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import dataclass
@@ -30,7 +28,7 @@ class Chain:
 
 
 @pytest.fixture(scope="module")
-def chain(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Chain:
+def chain(corpus, tmp_path_factory):
     """Without the plugin two iterations, saved in Megatron's torch format; with it two more, saved as torch_dist;
     without it one more. `tuned`: another run with the plugin from the first one's weights alone, at rate 0."""
     out = tmp_path_factory.mktemp("chain")
@@ -64,7 +62,7 @@ def distributed(folder: Path, iteration: int) -> dict[str, Any]:
     return {key: getattr(value, "size", None) for key, value in metadata.state_dict_metadata.items()}
 
 
-def test_a_run_goes_on_with_the_plugin_and_without_it_again(chain: Chain) -> None:
+def test_a_run_goes_on_with_the_plugin_and_without_it_again(chain):
     """Longer training at a resume stretches the learning rate: it falls by 1e-3 over all samples."""
     for name, samples, all_samples in (("first", [4, 8], 8), ("with", [12, 16], 16), ("without", [20], 20)):
         assert chain.numbers(name, r"consumed samples: +(\d+)") == samples
@@ -74,13 +72,13 @@ def test_a_run_goes_on_with_the_plugin_and_without_it_again(chain: Chain) -> Non
     assert "at iteration 2" in chain.logs["with"] and "at iteration 4" in chain.logs["without"]
 
 
-def test_keys_and_shapes_are_those_of_a_run_without_the_plugin(chain: Chain) -> None:
+def test_keys_and_shapes_are_those_of_a_run_without_the_plugin(chain):
     ours, theirs = distributed(chain.saved["with"], 4), distributed(chain.saved["without"], 5)
     assert ours == theirs
     assert sum(size is not None for size in ours.values()) > 20
 
 
-def test_finetuning_takes_the_weights_alone_to_the_last_bit(chain: Chain) -> None:
+def test_finetuning_takes_the_weights_alone_to_the_last_bit(chain):
     before, after = weights(chain.saved["first"], 2), weights(chain.saved["tuned"], 1)
     assert before.keys() == after.keys()
     tensors = [name for name, value in before.items() if isinstance(value, torch.Tensor)]

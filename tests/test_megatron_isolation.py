@@ -1,8 +1,5 @@
 """No document sees another: one token changed leaves every other document's logits bitwise as they were."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,7 +24,7 @@ def logits_by_document(ranks: list[dict[str, Any]]) -> dict[tuple[int, ...], dic
 
 
 @pytest.mark.parametrize("sharding", ["per-document", "per-sequence"])
-def test_one_changed_token_changes_its_own_document_alone(sharding: str, tmp_path: Path) -> None:
+def test_one_changed_token_changes_its_own_document_alone(sharding, tmp_path):
     documents = write_corpus(tmp_path / "before", LENGTHS)
 
     def logits(corpus: str) -> dict[tuple[int, ...], dict[int, torch.Tensor]]:

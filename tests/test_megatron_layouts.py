@@ -1,11 +1,7 @@
 """The whole model through Megatron's own schedule: every layout computes what the single process computes."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +22,7 @@ LAYOUTS = {
 RUN = "--global-batch-size 4 --train-iters 2"
 
 
-def test_micro_batches_differ_in_length_and_hold_several_documents(single: Any) -> None:
+def test_micro_batches_differ_in_length_and_hold_several_documents(single):
     (rank,) = single(RUN)
     sizes = {sum(end - start for _, _, start, end in pieces) for _, _, pieces, _ in rank["documents"]}
     assert len(sizes) > 2
@@ -37,9 +33,7 @@ def test_micro_batches_differ_in_length_and_hold_several_documents(single: Any) 
     ("layout", "sharding"),
     [*((layout, "per-document") for layout in LAYOUTS), ("CP2", "per-sequence"), ("CP2xPP2", "adaptive")],
 )
-def test_losses_and_gradients_equal_the_single_process(
-    layout: str, sharding: str, corpus: Path, single: Any, tmp_path: Path
-) -> None:
+def test_losses_and_gradients_equal_the_single_process(layout, sharding, corpus, single, tmp_path):
     processes, parallel = LAYOUTS[layout]
     more = "--wlb-regather-keys" * (layout == "DP2xCP2")
     arguments = flags(f"--data-path {corpus}", RUN, f"--wlb-sharding {sharding}", more, **parallel)
@@ -60,9 +54,7 @@ def trained(ranks: list[dict[str, Any]]) -> list[tuple[int, tuple[int, ...]]]:
     )
 
 
-def test_a_rehearsal_of_the_longest_micro_batches_leaves_no_trace(
-    corpus: Path, single: Any, tmp_path: Path
-) -> None:
+def test_a_rehearsal_of_the_longest_micro_batches_leaves_no_trace(corpus, single, tmp_path):
     """Its losses come first in the record (4 micro-batches); after it, training is that of the run without."""
     arguments = flags(f"--data-path {corpus}", RUN, "--wlb-rehearsal always", pipeline=2)
     ranks = train(arguments, 2, tmp_path)
@@ -75,9 +67,7 @@ def test_a_rehearsal_of_the_longest_micro_batches_leaves_no_trace(
     check_alike(single(RUN), ranks, 2)
 
 
-def test_logged_losses_are_means_over_the_planned_micro_batches_and_leave_out_the_rehearsal(
-    corpus: Path,
-) -> None:
+def test_logged_losses_are_means_over_the_planned_micro_batches_and_leave_out_the_rehearsal(corpus):
     """Routers' and multi-token losses, too: Megatron adds them up until it logs them, and divides by the micro-batches
     that its own calculator has. In more micro-batches, or in chunks, the same documents have nearly the same balance,
     and the same mean over tokens of all other losses."""
@@ -120,7 +110,7 @@ EXPERTS = {
 
 
 @pytest.fixture(scope="module")
-def logged(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, float]]:
+def logged(corpus, tmp_path_factory):
     """Runs one step; the losses in its log by name."""
 
     @cache
@@ -141,9 +131,7 @@ def logged(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[.
         ("in the first half", {"context": 2, "pipeline": 2}, ""),
     ],
 )
-def test_every_loss_in_the_log_is_that_of_the_single_process(
-    experts: str, parallel: dict[str, int], more: str, logged: Callable[..., dict[str, float]]
-) -> None:
+def test_every_loss_in_the_log_is_that_of_the_single_process(experts, parallel, more, logged):
     """Ranks hold unequally many tokens that predict something or are routed: a mean of their means is another. The last
     stage, which logs, may have no experts."""
     single, ranks = logged(experts, 1), logged(experts, 4, more, **parallel)
@@ -152,8 +140,8 @@ def test_every_loss_in_the_log_is_that_of_the_single_process(
 
 
 def test_logged_losses_by_token_and_by_document_are_those_of_whole_documents_where_these_are_in_chunks(
-    logged: Callable[..., dict[str, float]],
-) -> None:
+    logged,
+):
     """A document's loss is logged once, with its last chunk. Another balancing loss depends on the micro-batches."""
     name, by_micro_batch = "in the first half", "load_balancing_loss"
     whole, chunks = logged(name, 1), logged(name, 2, f"{CHUNKS} {RECOMPUTE} uniform", pipeline=2)

@@ -1,8 +1,5 @@
 """Through Megatron's own schedules: as many micro-batches as the plan wants train what one a window trains."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,9 +32,7 @@ def counts(ranks: list[dict[str, Any]]) -> list[int]:
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_losses_and_gradients_equal_the_single_process(
-    name: str, corpus: Path, single: Any, tmp_path: Path
-) -> None:
+def test_losses_and_gradients_equal_the_single_process(name, corpus, single, tmp_path):
     """Nothing is delayed, so that an iteration trains the same documents whatever the pipeline."""
     processes, layout, model, cost = ROWS[name]
     arguments = flags(f"--data-path {corpus}", TRAINED, model, f"{layout} {FREE} {cost}")

@@ -1,9 +1,6 @@
 """Micro-batches padded to windows of one length, for --tp-comm-overlap and CUDA graphs of the MLPs."""
 
-from __future__ import annotations
-
 import argparse
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,7 +23,7 @@ def megatron(**changed: object) -> argparse.Namespace:
 
 
 @pytest.mark.parametrize("feature", [{"tp_comm_overlap": True}, GRAPHS], ids=["overlap", "graphs"])
-def test_what_takes_one_length_goes_with_windows_alone(feature: dict[str, object]) -> None:
+def test_what_takes_one_length_goes_with_windows_alone(feature):
     args = megatron(**feature)
     refuse_unsupported(args, GREEDY)
     refuse_unsupported(args, WlbConfig(packing="original"))
@@ -53,7 +50,7 @@ def test_what_takes_one_length_goes_with_windows_alone(feature: dict[str, object
     ],
     ids=["several windows", "experts", "growing batches"],
 )
-def test_graphs_of_one_shape_are_refused_where_another_would_come(changed: dict[str, object]) -> None:
+def test_graphs_of_one_shape_are_refused_where_another_would_come(changed):
     with pytest.raises(Refused, match="a graph takes one number of tokens"):
         refuse_unsupported(megatron(**GRAPHS, **changed), GREEDY)
 
@@ -67,14 +64,14 @@ def test_graphs_of_one_shape_are_refused_where_another_would_come(changed: dict[
         {"enable_cuda_graph": True},
     ],
 )
-def test_graphs_of_more_than_mlps_are_refused_with_any_packing(graphs: dict[str, object]) -> None:
+def test_graphs_of_more_than_mlps_are_refused_with_any_packing(graphs):
     assert graphed(megatron(**graphs)) not in (None, MLP_GRAPHS)
     with pytest.raises(Refused, match="leave graphs off"):
         refuse_unsupported(megatron(**graphs), GREEDY)
 
 
 @pytest.mark.megatron
-def test_padding_to_one_length_changes_neither_losses_nor_gradients(corpus: Path, tmp_path: Path) -> None:
+def test_padding_to_one_length_changes_neither_losses_nor_gradients(corpus, tmp_path):
     run = f"--data-path {corpus} --global-batch-size 3 --train-iters 2 --split 80,20,0 --eval-iters 2 --eval-interval 2"
     # At most three documents: many windows are then not full.
     arguments = flags(run, "--wlb-packing fixed-greedy --wlb-max-documents 3", context=2)

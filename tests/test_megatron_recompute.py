@@ -1,7 +1,5 @@
 """Through Megatron's own loop: each step recomputes the layers it cannot keep, and trains the same to the last bit."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -119,7 +117,7 @@ def check_equal(ranks: list[dict[str, Any]], others: list[dict[str, Any]]) -> No
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_kept_layers_change_no_bit_of_losses_and_gradients(name: str, corpus: Path, tmp_path: Path) -> None:
+def test_kept_layers_change_no_bit_of_losses_and_gradients(name, corpus, tmp_path):
     row = ROWS[name]
     if row.needs and find_spec(row.needs) is None:
         pytest.skip(f"Megatron needs the package {row.needs} for it")
@@ -154,9 +152,7 @@ def test_kept_layers_change_no_bit_of_losses_and_gradients(name: str, corpus: Pa
         assert json.loads(line)["recomputed_share"] == recomputed / layers, "of all stages"
 
 
-def test_multi_token_prediction_trains_the_same_though_blocks_keep_its_layer(
-    corpus: Path, tmp_path: Path
-) -> None:
+def test_multi_token_prediction_trains_the_same_though_blocks_keep_its_layer(corpus, tmp_path):
     skip_before(0.19)
     job = f"{PP2} {UNIFORM} {CHUNKS} --mtp-num-layers 1 --wlb-gpu-memory 1"
     full = run(corpus, tmp_path / "full", 2, job, "--wlb-recompute off")

@@ -1,11 +1,7 @@
 """Stop and resume through Megatron's own checkpoints: the same documents in the same order, whatever the layout."""
 
-from __future__ import annotations
-
 import re
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 from megatron_combinations import BY_DOCUMENT
@@ -33,13 +29,13 @@ TWO_CHUNKS = "--num-virtual-stages-per-pipeline-rank 2"
 
 
 @pytest.fixture(scope="module")
-def whole(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def whole(corpus, tmp_path_factory):
     """Four iterations at once, CP=2."""
     return train(flags(f"--data-path {corpus}", RUN, context=2), 2, tmp_path_factory.mktemp("whole"))
 
 
 @pytest.fixture(scope="module")
-def stopped(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def stopped(corpus, tmp_path_factory):
     """The checkpoint of a run that stopped after two of them, planned by a process of its own, with prefetching
     workers; saved beside training."""
     folder = tmp_path_factory.mktemp("stopped")
@@ -55,8 +51,8 @@ def stopped(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ids=["the same layout", "DP2xCP2", "TP2, two virtual stages on each of PP2"],
 )
 def test_a_resumed_run_trains_what_the_uninterrupted_one_does(
-    processes: int, parallel: Any, more: str, corpus: Path, whole: Any, stopped: Path, tmp_path: Path
-) -> None:
+    processes, parallel, more, corpus, whole, stopped, tmp_path
+):
     """F7, F8, F9: training documents by id, and the losses on them, from the iteration after the checkpoint's."""
     checkpoints = tmp_path / "checkpoints"
     shutil.copytree(stopped, checkpoints)
@@ -69,9 +65,7 @@ def test_a_resumed_run_trains_what_the_uninterrupted_one_does(
     assert mean_losses(ranks, 2) == pytest.approx(mean_losses(whole, 4)[2:], rel=1e-6)
 
 
-def test_a_skipped_iterations_documents_are_given_out_and_not_trained_at_resume_too(
-    corpus: Path, whole: Any, tmp_path: Path
-) -> None:
+def test_a_skipped_iterations_documents_are_given_out_and_not_trained_at_resume_too(corpus, whole, tmp_path):
     """Megatron's iteration 2 of 4 is skipped. The checkpoint after the third resumes with the fourth, on DP=2."""
     saved = f"--save {tmp_path}/saved --save-interval 3 --ckpt-format torch"
     arguments = f"{RUN} --data-path {corpus} {saved} --iterations-to-skip 2"
@@ -89,8 +83,8 @@ def test_a_skipped_iterations_documents_are_given_out_and_not_trained_at_resume_
 
 @pytest.mark.parametrize("fresh_order", [False, True])
 def test_one_command_begins_from_a_release_checkpoint_and_goes_on_when_it_is_queued_again(
-    corpus: Path, whole: Any, stopped: Path, tmp_path: Path, fresh_order: bool
-) -> None:
+    corpus, whole, stopped, tmp_path, fresh_order
+):
     """Megatron begins at iteration 0 with 8 samples consumed. Without the flag the order goes on; with it every corpus
     begins an epoch, once."""
     checkpoints = tmp_path / "checkpoints"
@@ -118,9 +112,7 @@ def test_one_command_begins_from_a_release_checkpoint_and_goes_on_when_it_is_que
         assert pieces == [entry for entry in trained(whole) if entry[0] >= 2]
 
 
-def test_a_count_of_samples_that_is_not_the_plans_ends_the_job_with_one_line(
-    corpus: Path, tmp_path: Path
-) -> None:
+def test_a_count_of_samples_that_is_not_the_plans_ends_the_job_with_one_line(corpus, tmp_path):
     """Something adds 4 samples to Megatron's count in the second iteration."""
     done = launch(flags(f"--data-path {corpus}", RUN), 2, out=tmp_path, WORKER_MISCOUNT="1")
     assert done.returncode != 0
@@ -129,7 +121,7 @@ def test_a_count_of_samples_that_is_not_the_plans_ends_the_job_with_one_line(
     assert "8 samples with this iteration, Megatron counts 8 and a global batch of 4" in line
 
 
-def test_whole_documents_stay_whole_until_a_flag_says_otherwise(corpus: Path, tmp_path: Path) -> None:
+def test_whole_documents_stay_whole_until_a_flag_says_otherwise(corpus, tmp_path):
     """As in checkpoints from before chunks ran over virtual stages, with multi-token prediction, and with seq_aux_loss.
     A new run of these flags trains in chunks."""
     job = flags(
@@ -162,9 +154,7 @@ def test_whole_documents_stay_whole_until_a_flag_says_otherwise(corpus: Path, tm
     ],
     ids=["another corpus", "another packing"],
 )
-def test_what_changed_is_refused_by_its_name(
-    changed: str, words: str, corpus: Path, stopped: Path, tmp_path: Path
-) -> None:
+def test_what_changed_is_refused_by_its_name(changed, words, corpus, stopped, tmp_path):
     write_corpus(tmp_path / "other", [*LENGTHS, 12])
     changed = changed.replace("OTHER", str(tmp_path / "other")).replace("CORPUS", str(corpus))
     refused = refusal_of(flags(f"--load {stopped}", RUN, changed, context=2), 2)
@@ -172,8 +162,8 @@ def test_what_changed_is_refused_by_its_name(
 
 
 def test_a_changed_blend_window_and_packing_are_taken_up_and_go_on_when_queued_again(
-    corpus: Path, whole: Any, stopped: Path, tmp_path: Path
-) -> None:
+    corpus, whole, stopped, tmp_path
+):
     """Annealing and context extension after iteration 2. What waited trains first, the corpus goes on: together with
     what trained before, each of its tokens once an epoch. The same command goes on from its own checkpoint."""
     write_corpus(tmp_path / "other", [7, 90, 33, 120, 5, 64, 50] * 4, seed=1)
@@ -200,9 +190,7 @@ def test_a_changed_blend_window_and_packing_are_taken_up_and_go_on_when_queued_a
     assert trained(again) == [entry for entry in trained(ranks) if entry[0] == 1]
 
 
-def test_evaluation_twice_sees_the_same_documents_and_does_not_advance_training(
-    corpus: Path, whole: Any, tmp_path: Path
-) -> None:
+def test_evaluation_twice_sees_the_same_documents_and_does_not_advance_training(corpus, whole, tmp_path):
     """E9: --eval-iters 0 trains the same documents in the same order, and equal weights evaluate equally; F2: at
     CP=2 as at CP=1."""
     ranks = train(flags(f"--data-path {corpus}", PLAIN, context=2), 2, tmp_path / "out")

@@ -1,7 +1,5 @@
 """A script's own loss function through Megatron's loop: as a GPT in plain torch and fp64, one document at a time."""
 
-from __future__ import annotations
-
 import re
 import zlib
 from pathlib import Path
@@ -38,7 +36,7 @@ ROWS = {
 
 
 @pytest.fixture(scope="module")
-def documents(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Tensor]]:
+def documents(tmp_path_factory):
     prefix = tmp_path_factory.mktemp("corpus") / "documents"
     return prefix, [torch.from_numpy(ids).long() for ids in write_corpus(prefix, LENGTHS)]
 
@@ -50,9 +48,7 @@ def arguments(prefix: Path, more: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_values_counts_and_gradients_are_those_of_the_documents_one_at_a_time(
-    name: str, documents: tuple[Path, list[Tensor]], tmp_path: Path
-) -> None:
+def test_values_counts_and_gradients_are_those_of_the_documents_one_at_a_time(name, documents, tmp_path):
     processes, more = ROWS[name]
     ranks = train(arguments(documents[0], more), processes, tmp_path, WORKER_OWN_LOSS="1")
     gradients = whole_gradients(ranks)
@@ -66,17 +62,13 @@ def test_values_counts_and_gradients_are_those_of_the_documents_one_at_a_time(
         assert error <= 2e-5 * torch.linalg.norm(gradient), parameter
 
 
-def test_fp16_is_refused_which_divides_by_the_tokens_of_the_plan(
-    documents: tuple[Path, list[Tensor]], tmp_path: Path
-) -> None:
+def test_fp16_is_refused_which_divides_by_the_tokens_of_the_plan(documents, tmp_path):
     refused = refusal_of(arguments(documents[0], f"{WHOLE} --fp16"), 1, out=tmp_path, WORKER_OWN_LOSS="1")
     assert "wlb_megatron refuses --fp16 with the script's own loss function own_loss (" in refused
 
 
 @pytest.mark.parametrize("more", [WHOLE, CHUNKS])
-def test_what_it_logs_and_evaluation_are_its_own(
-    more: str, documents: tuple[Path, list[Tensor]], tmp_path: Path
-) -> None:
+def test_what_it_logs_and_evaluation_are_its_own(more, documents, tmp_path):
     more += " --eval-iters 1 --eval-interval 1 --split 60,40,0"
     said = output_of(arguments(documents[0], more), 1, out=tmp_path, WORKER_OWN_LOSS="1")
     assert "> wlb_megatron replaces the script's own forward step own_forward_step (" in said

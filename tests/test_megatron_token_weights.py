@@ -1,9 +1,6 @@
 """--wlb-token-weights equal: a token's loss weighs the same in every step, however many tokens the step has."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,9 +19,7 @@ WINDOWS = 4
         (f"{MOE} --moe-z-loss-coeff 0.01 --mtp-num-layers 1", ""),  # documents may wait, so auto is equal
     ],
 )
-def test_gradients_are_sums_over_tokens_divided_by_the_windows_tokens(
-    corpus: Path, tmp_path: Path, model: str, parallel: str
-) -> None:
+def test_gradients_are_sums_over_tokens_divided_by_the_windows_tokens(corpus, tmp_path, model, parallel):
     """On two data-parallel ranks, against one process whose gradients are means over the step's predictions.
 
     Losses of routers and of multi-token prediction keep their share of the gradient.

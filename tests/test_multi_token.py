@@ -1,9 +1,6 @@
 """Multi-token prediction: a token's next ones are its own document's, on whatever rank they are held."""
 
-from __future__ import annotations
-
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,7 +47,7 @@ def held_of(
     return [held for layout in layouts if (held := PackedDocuments(corpus, layout)[planned].held) is not None]
 
 
-def test_rows_are_what_megatron_rolls_for_packed_sequences(tmp_path: Path) -> None:
+def test_rows_are_what_megatron_rolls_for_packed_sequences(tmp_path):
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.multi_token_prediction import roll_tensor
 
@@ -68,18 +65,18 @@ def test_rows_are_what_megatron_rolls_for_packed_sequences(tmp_path: Path) -> No
             assert torch.equal(rows[depth : depth + 1], expected)
 
 
-def test_a_linear_layer_is_none_of_inference_where_transformer_engine_is_missing() -> None:
+def test_a_linear_layer_is_none_of_inference_where_transformer_engine_is_missing():
     class Inference(torch.nn.Linear):
         pass
 
     kinds: list[object] = [Inference]
-    asked = wrap_is_inference_linear(lambda module: isinstance(module, tuple(kinds)))  # type: ignore[arg-type]
+    asked = wrap_is_inference_linear(lambda module: isinstance(module, tuple(kinds)))
     assert asked(Inference(1, 1)) and not asked(torch.nn.Linear(1, 1))
     kinds.append(SimpleNamespace())  # what Megatron makes of a class derived from a missing one
     assert not asked(torch.nn.Linear(1, 1))
 
 
-def test_a_micro_batch_that_was_not_planned_for_it_is_an_error() -> None:
+def test_a_micro_batch_that_was_not_planned_for_it_is_an_error():
     for wrap, rolled in ((wrap_roll_tensor, torch.ones(1, 4)), (wrap_roll_tensors, [torch.ones(1, 4)])):
         roll = wrap(lambda *_: "Megatron's")
         assert roll(rolled) == "Megatron's"
@@ -87,7 +84,7 @@ def test_a_micro_batch_that_was_not_planned_for_it_is_an_error() -> None:
             roll(rolled, packed_seq_params=WlbPackedSeqParams())
 
 
-def test_the_mask_has_the_factors_of_the_whole_iteration(tmp_path: Path) -> None:
+def test_the_mask_has_the_factors_of_the_whole_iteration(tmp_path):
     """Of 128 predictions in the iteration 64 are left after a roll and none after two: factors 2 and 0. The ranks of
     the micro-batch hold 6 of its own predictions: a document of 7 tokens has 6, its first 4 tokens alone have 4."""
     rewrite_corpus(tmp_path / "documents", [np.arange(7, dtype=np.int32), np.arange(2, dtype=np.int32)])
@@ -111,7 +108,7 @@ def one_at_a_time(tensor: torch.Tensor, **more: Any) -> tuple[torch.Tensor, torc
 
 
 @pytest.mark.parametrize("roll", [wrap_roll_tensor(lambda *_: None), one_at_a_time], ids=["release", "dev"])
-def test_a_roll_gives_the_next_row_and_leaves_each_depth_its_factor_alone(roll: Any) -> None:
+def test_a_roll_gives_the_next_row_and_leaves_each_depth_its_factor_alone(roll):
     """Megatron multiplies by (predictions without a roll / the sum it gets, at least 1)."""
     of_depths = torch.tensor([[1.0, 1.0, 0.0], [1.25, 0.0, 0.0], [0.0, 0.0, 0.0]])
     tokens, labels, positions = (torch.arange(9).reshape(3, 3) + more for more in (0, 100, 200))
@@ -137,9 +134,7 @@ def test_a_roll_gives_the_next_row_and_leaves_each_depth_its_factor_alone(roll: 
             roll(not_planned, packed_seq_params=params)
 
 
-def test_a_log_of_sums_over_predictions_is_not_corrected_for_micro_batches(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_log_of_sums_over_predictions_is_not_corrected_for_micro_batches(monkeypatch):
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
     def track(loss_scale: float) -> float:
@@ -171,9 +166,7 @@ def test_a_log_of_sums_over_predictions_is_not_corrected_for_micro_batches(
     at=st.lists(st.integers(1, 8), max_size=3),
     further=st.integers(0, 3),
 )
-def test_predictions_are_those_counted_token_by_token(
-    pieces: list[tuple[int, int, int]], at: list[int], further: int
-) -> None:
+def test_predictions_are_those_counted_token_by_token(pieces, at, further):
     expected = []
     for depth in range(further + 1):
         places = [(n, place, end) for n, start, end in pieces for place in range(start, end)]
@@ -187,7 +180,7 @@ def test_predictions_are_those_counted_token_by_token(
 
 
 @pytest.mark.megatron
-def test_documents_in_one_micro_batch_or_in_two_have_the_same_gradient(tmp_path: Path) -> None:
+def test_documents_in_one_micro_batch_or_in_two_have_the_same_gradient(tmp_path):
     """22 documents of 3 tokens and one of 62: packed apart, their own factors would be 2.0 and 1.02 at depth 1."""
     write_corpus(tmp_path / "documents", [3] * 22 + [62])
     run = (
@@ -206,7 +199,7 @@ def test_documents_in_one_micro_batch_or_in_two_have_the_same_gradient(tmp_path:
         assert torch.linalg.norm(apart[name] - gradient) <= 1e-5 * torch.linalg.norm(gradient), name
 
 
-def test_a_model_of_several_depths_on_an_earlier_stage_is_refused() -> None:
+def test_a_model_of_several_depths_on_an_earlier_stage_is_refused():
     args = SimpleNamespace(micro_batch_size=1, mtp_num_layers=1, pipeline_model_parallel_layout="Et|tmL")
     refuse_unsupported(args, WlbConfig())
     args.pipeline_model_parallel_layout = "Et|tm|L"
@@ -214,9 +207,7 @@ def test_a_model_of_several_depths_on_an_earlier_stage_is_refused() -> None:
         refuse_unsupported(args, WlbConfig())
 
 
-def test_multi_token_prediction_is_refused_where_its_roll_has_another_form(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_multi_token_prediction_is_refused_where_its_roll_has_another_form(monkeypatch):
     from megatron.core.transformer import multi_token_prediction
 
     def roll_tensor(tensors: list[torch.Tensor], shifts: int = -1) -> list[torch.Tensor]:

@@ -1,7 +1,5 @@
 """Names that code and docstrings take from the project's modules: each exists where it is looked for."""
 
-from __future__ import annotations
-
 import ast
 import re
 from functools import cache
@@ -51,7 +49,7 @@ def has(module: str, name: str) -> bool:
     return (path is not None and name in defined(path)) or source(f"{module}.{name}") is not None
 
 
-def test_every_name_taken_from_a_module_of_the_project_is_there() -> None:
+def test_every_name_taken_from_a_module_of_the_project_is_there():
     """In functions, too, and where it is set or read as an attribute of the module."""
     missing, seen = [], 0
     for path in FILES:
@@ -75,7 +73,7 @@ def test_every_name_taken_from_a_module_of_the_project_is_there() -> None:
     assert seen > 1000 and not missing, "\n".join(missing)
 
 
-def test_docstrings_and_strings_name_modules_where_they_are() -> None:
+def test_docstrings_and_strings_name_modules_where_they_are():
     missing, seen = [], 0
     for path in FILES:
         for node in ast.walk(tree(path)):

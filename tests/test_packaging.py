@@ -1,7 +1,5 @@
 """The sdist and the wheel made of it: what they hold, what they ask for, and that they work alone."""
 
-from __future__ import annotations
-
 import email
 import shutil
 import subprocess
@@ -19,7 +17,7 @@ SOURCES = ["setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", 
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(tmp_path_factory):
     """The wheel built from the sdist, both with the packages that are here (no network)."""
     tree, built = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("built")
     for name in SOURCES:
@@ -40,7 +38,7 @@ def _run(command: list[str], folder: Path) -> str:
     return done.stdout
 
 
-def test_the_wheel_holds_the_package_and_the_patches_and_nothing_else(wheel: Path) -> None:
+def test_the_wheel_holds_the_package_and_the_patches_and_nothing_else(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     parts = [path for kind in ("*.py", "*.json") for path in (ROOT / "wlb_megatron").rglob(kind)]
     assert {str(path.relative_to(ROOT)) for path in parts} <= set(names)
@@ -53,7 +51,7 @@ def test_the_wheel_holds_the_package_and_the_patches_and_nothing_else(wheel: Pat
     }
 
 
-def test_the_package_alone_asks_for_numpy_and_extras_for_the_rest(wheel: Path) -> None:
+def test_the_package_alone_asks_for_numpy_and_extras_for_the_rest(wheel):
     archive = zipfile.ZipFile(wheel)
     (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
     metadata = email.message_from_bytes(archive.read(name))
@@ -71,7 +69,7 @@ def test_the_package_alone_asks_for_numpy_and_extras_for_the_rest(wheel: Path) -
     assert {name.split("[")[0]: version for name, version in pinned} == KERNELS["fa4"].packages
 
 
-def test_the_installed_wheel_plans_without_torch_megatron_or_a_checkout(wheel: Path, tmp_path: Path) -> None:
+def test_the_installed_wheel_plans_without_torch_megatron_or_a_checkout(wheel, tmp_path):
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target"]
     _run([*pip, str(tmp_path / "site"), str(wheel)], tmp_path)
     script = f"""
@@ -86,14 +84,14 @@ sys.exit(cli.main(["inspect", "--lengths", "4,12", "--window", "16", "--cp", "2"
     assert "cp 1" in _run([sys.executable, "-c", script], tmp_path)
 
 
-def test_the_packages_public_face_brings_neither_torch_nor_megatron() -> None:
+def test_the_packages_public_face_brings_neither_torch_nor_megatron():
     script = "import sys, wlb_megatron as w; assert callable(w.enable) and w.WlbConfig().chunks == 'auto'; "
     script += "assert w.__all__ == ['WlbConfig', 'enable'] and not {'torch', 'megatron'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
 @pytest.mark.skipif(sys.version_info[:2] != (3, 12), reason="the setup asks for Python 3.12")
-def test_the_setup_does_not_take_the_python_of_the_environment_that_it_removes(tmp_path: Path) -> None:
+def test_the_setup_does_not_take_the_python_of_the_environment_that_it_removes(tmp_path):
     _run([sys.executable, "-m", "venv", "--without-pip", ".venv"], tmp_path)
     script = (ROOT / "scripts" / "setup.sh").read_text(encoding="utf-8")
     function = script[script.index("find_python()") : script.index("\nstamp=")]

@@ -1,7 +1,5 @@
 """The planner's own count: a packer that loses, repeats or overfills is stopped, whatever its name."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest
@@ -71,8 +69,8 @@ FAULTS = [
 
 @pytest.mark.parametrize(("kind", "words"), FAULTS)
 def test_a_packer_that_breaks_its_promise_is_stopped_in_the_iteration_in_which_it_does(
-    kind: type[OriginalPacker], words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    kind, words, monkeypatch
+):
     monkeypatch.setitem(PACKERS, "mine", PackerEntry(f"{__name__}:{kind.__name__}", "mine"))
     planner = make_planner([12] * 40, window=WINDOW, micro_batches=2, packing="mine")
     with pytest.raises(WlbError) as raised:
@@ -80,9 +78,7 @@ def test_a_packer_that_breaks_its_promise_is_stopped_in_the_iteration_in_which_i
     assert words in str(raised.value) and "\n" not in str(raised.value)
 
 
-def test_a_planning_command_ends_with_that_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_planning_command_ends_with_that_one_line(monkeypatch, capsys):
     monkeypatch.setitem(PACKERS, "original", PackerEntry(f"{__name__}:DropsHalf", "drops half"))
     code = main(["inspect", "--lengths", "4,4,4,4", "--window", "8", "--packing", "original"])
     out, err = capsys.readouterr()
@@ -90,10 +86,10 @@ def test_a_planning_command_ends_with_that_one_line(
     assert err.count("\n") == 1 and "iteration" not in out
 
 
-def test_a_packer_that_forgets_what_waited_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_packer_that_forgets_what_waited_is_stopped(monkeypatch):
     planner = make_planner([10] * 40, window=WINDOW, micro_batches=1, packing="original")
     planner.next_iteration()
-    planner.packer._waiting.clear()  # type: ignore[attr-defined]
+    planner.packer._waiting.clear()
     with pytest.raises(WlbError, match="document 2 of epoch 0 is left out from token 4 on"):
         planner.next_iteration()
 
@@ -105,9 +101,7 @@ def test_a_packer_that_forgets_what_waited_is_stopped(monkeypatch: pytest.Monkey
         for _ in range(2)
     ]
 )
-def test_the_count_is_right_just_where_each_token_is_there_as_often_as_before(
-    before: list[Piece], after: list[Piece]
-) -> None:
+def test_the_count_is_right_just_where_each_token_is_there_as_often_as_before(before, after):
     """Against a count of single tokens; pieces of both may come in parts, repeat and overlap."""
     packer = make_planner([1], window=10_000, micro_batches=1, packing="original").packer
     grid = ((MicroBatch(tuple(after[::2]), 1),),)
@@ -125,7 +119,7 @@ def test_the_count_is_right_just_where_each_token_is_there_as_often_as_before(
         audit(packer, 0, before, grid, after[1::2])
 
 
-def test_a_run_with_cuts_chunks_and_waiting_documents_passes() -> None:
+def test_a_run_with_cuts_chunks_and_waiting_documents_passes():
     lengths = [(37 * at) % WINDOW + 1 for at in range(60)]
     for how in ({"packing": "original"}, {"chunks": "on", "pp": 2}, {"thresholds": "6", "max_delay": 4}):
         assert (

@@ -1,7 +1,5 @@
 """How well packers balance: against the optimum, lower bounds, and the figures they are built to reach."""
 
-from __future__ import annotations
-
 from itertools import count, product
 
 import numpy as np
@@ -62,7 +60,7 @@ def optimum(work: list[int], tokens: list[int], bins: int, capacity: int) -> int
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=7), st.integers(1, 3))
-def test_the_solver_finds_what_trying_everything_finds(tokens: list[int], bins: int) -> None:
+def test_the_solver_finds_what_trying_everything_finds(tokens, bins):
     work = [n + n * n // 20 for n in tokens]
     capacity = max(120, -(-sum(tokens) // bins) + 100)
     solution = solve(work, tokens, bins=bins, capacity=capacity, per_iteration=bins)
@@ -72,7 +70,7 @@ def test_the_solver_finds_what_trying_everything_finds(tokens: list[int], bins: 
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_filling_and_improving_is_within_2_percent_of_the_optimum(seed: int) -> None:
+def test_filling_and_improving_is_within_2_percent_of_the_optimum(seed):
     rng = np.random.default_rng(seed)
     lengths = np.maximum(rng.lognormal(8.0, 1.0, 16), 64).astype(int).clip(max=12_000).tolist()
     work = COST.work(lengths).tolist()
@@ -91,9 +89,7 @@ def test_filling_and_improving_is_within_2_percent_of_the_optimum(seed: int) -> 
     st.integers(60, 200),
     st.integers(1, 12),
 )
-def test_improving_never_makes_the_largest_larger_nor_breaks_a_limit(
-    lengths: list[int], count: int, capacity: int, most: int
-) -> None:
+def test_improving_never_makes_the_largest_larger_nor_breaks_a_limit(lengths, count, capacity, most):
     bins = Bins(count, capacity, most)
     bins.add_all(items_of(lengths, CostModel(20)))
     contents = bins.contents()
@@ -106,7 +102,7 @@ def test_improving_never_makes_the_largest_larger_nor_breaks_a_limit(
     assert sorted(item.serial for held in contents for item in held) == before
 
 
-def test_improving_evens_what_greedy_leaves_uneven() -> None:
+def test_improving_evens_what_greedy_leaves_uneven():
     # 18 against 10: moving 5 would leave 13 against 15, swapping 8 for 4 gives 14 against 14.
     contents = [
         [Item(w, 1, i, 0, Piece(0, i, 0, 1)) for i, w in enumerate(row)] for row in ([8, 5, 5], [6, 4])
@@ -132,9 +128,7 @@ def mean_delay(plans: list[IterationPlan]) -> float:
     ("capacity", "latest", "mean", "p95"),
     [(1.5, 16, 1.02, 1.12), (1.5, 8, 1.035, None), (2.0, 16, 1.007, 1.05)],
 )
-def test_long_tailed_lengths_are_balanced_as_far_as_promised(
-    capacity: float, latest: int, mean: float, p95: float | None
-) -> None:
+def test_long_tailed_lengths_are_balanced_as_far_as_promised(capacity, latest, mean, p95):
     plans = plans_of(paper_like(60_000), 300, max_tokens=int(capacity * WINDOW), max_delay=latest)
     imbalances = [imbalance(plan) for plan in plans]
     assert np.mean(imbalances) <= mean
@@ -143,7 +137,7 @@ def test_long_tailed_lengths_are_balanced_as_far_as_promised(
     assert mean_delay(plans) <= DELAY_BOUND
 
 
-def test_fixed_windows_come_near_the_papers_figures() -> None:
+def test_fixed_windows_come_near_the_papers_figures():
     # WLB-LLM, table 2: 1.44 in arrival order; 1.41, 1.22, 1.11, 1.08 balanced over 1, 2, 4, 8 global batches.
     lengths = paper_like(60_000)
     imbalances = [np.mean([imbalance(plan) for plan in plans_of(lengths, 160, packing="original")])]
@@ -154,7 +148,7 @@ def test_fixed_windows_come_near_the_papers_figures() -> None:
     assert imbalances == pytest.approx([1.44, 1.41, 1.22, 1.11, 1.08], abs=0.06)
 
 
-def test_a_level_releases_when_it_holds_as_many_as_there_are_micro_batches() -> None:
+def test_a_level_releases_when_it_holds_as_many_as_there_are_micro_batches():
     limits = Limits(bins=2, window=16, capacity=32, max_documents=99, max_delay=50)
     packer = VarlenPacker(CostModel(8), limits, [10], by_balance=False)
     planner = Planner(
@@ -167,7 +161,7 @@ def test_a_level_releases_when_it_holds_as_many_as_there_are_micro_batches() -> 
     assert [max(p.tokens for p in b.pieces) for b in micro_batches(second)] == [12, 16]
 
 
-def test_documents_of_a_level_train_in_the_order_in_which_they_came() -> None:
+def test_documents_of_a_level_train_in_the_order_in_which_they_came():
     lengths = paper_like(40_000, seed=3)
     plans = plans_of(lengths, 280, thresholds="49152,90112")
     for low, high in ((49152, 90112), (90112, WINDOW + 1)):
@@ -179,7 +173,7 @@ def test_documents_of_a_level_train_in_the_order_in_which_they_came() -> None:
         assert flat == sorted(flat)
 
 
-def test_thresholds_are_found_that_keep_the_bound_on_delay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thresholds_are_found_that_keep_the_bound_on_delay(monkeypatch):
     monkeypatch.setattr(thresholds, "ITERATIONS", 48)
     limits = Limits(bins=4, window=WINDOW, capacity=WINDOW * 3 // 2, max_documents=4096, max_delay=16)
     chosen = find_thresholds(paper_like(30_000, seed=5).tolist(), COST, limits)
@@ -188,9 +182,7 @@ def test_thresholds_are_found_that_keep_the_bound_on_delay(monkeypatch: pytest.M
     assert not find_thresholds([100] * 500, CostModel(1e9), limits).delay
 
 
-def test_thresholds_of_thousands_of_ranks_are_those_of_two_with_the_same_windows_each(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_thresholds_of_thousands_of_ranks_are_those_of_two_with_the_same_windows_each(monkeypatch):
     monkeypatch.setattr(thresholds, "ITERATIONS", 16)
     sample = paper_like(3_000, seed=5).tolist()
 
@@ -201,7 +193,7 @@ def test_thresholds_of_thousands_of_ranks_are_those_of_two_with_the_same_windows
     assert found(4096) == found(256) == found(2)
 
 
-def test_the_price_of_waiting_follows_lengths_that_drift() -> None:
+def test_the_price_of_waiting_follows_lengths_that_drift():
     # First short documents, then a mixture in which outliers hold most tokens.
     calm, wild = lognormal(30_000), np.concatenate([paper_like(6_000, 1), paper_like(60_000, 2)[-60_000:]])
     wild = np.random.default_rng(0).permutation(np.concatenate([wild[wild > 40_000]] * 4 + [wild[:12_000]]))
@@ -235,9 +227,7 @@ def step_bound(grid: Grid, largest_document: int, pp: int) -> int:
 
 @settings(max_examples=200, deadline=None)
 @given(grids, st.sampled_from([1, 4, 16]), st.sampled_from([1, 2]))
-def test_dealing_to_ranks_is_never_worse_than_arrival_order_and_loses_no_micro_batch(
-    grid: tuple[int, list[int]], pp: int, vpp: int
-) -> None:
+def test_dealing_to_ranks_is_never_worse_than_arrival_order_and_loses_no_micro_batch(grid, pp, vpp):
     dp, works = grid
     bins = [MicroBatch((Piece(0, i, 0, 1),), work) for i, work in enumerate(works)]
     dealt = assign_ranks(bins, Ranks(dp, pp, vpp))
@@ -247,7 +237,7 @@ def test_dealing_to_ranks_is_never_worse_than_arrival_order_and_loses_no_micro_b
     assert step_work(dealt, pp, vpp) <= step_work(arrival, pp, vpp)
 
 
-def test_large_micro_batches_are_dealt_by_the_depth_of_the_pipeline() -> None:
+def test_large_micro_batches_are_dealt_by_the_depth_of_the_pipeline():
     bins = [MicroBatch((), work) for work in (9, 8, 3, 3, 3, 2)]
     # Without a pipeline the sums are evened, 9+3+2 and 8+3+3; both pay for a large one. With 16 stages the
     # largest alone sets the pace, 9 x 15 on either rank, and the two large ones may as well share it.
@@ -255,7 +245,7 @@ def test_large_micro_batches_are_dealt_by_the_depth_of_the_pipeline() -> None:
     assert step_work(assign_ranks(bins, Ranks(2, 16)), 16) == 14 + 15 * 9
 
 
-def test_work_that_rises_to_the_middle_runs_fastest_through_the_pipeline() -> None:
+def test_work_that_rises_to_the_middle_runs_fastest_through_the_pipeline():
     rng = np.random.default_rng(0)
     ours, falling, given_order = 0.0, 0.0, 0.0
     for _ in range(40):
@@ -271,7 +261,7 @@ def test_work_that_rises_to_the_middle_runs_fastest_through_the_pipeline() -> No
 
 
 @pytest.mark.parametrize(("dp", "pp"), [(1, 4), (4, 16)])
-def test_the_predicted_step_is_within_2_percent_of_its_lower_bound(dp: int, pp: int) -> None:
+def test_the_predicted_step_is_within_2_percent_of_its_lower_bound(dp, pp):
     job = {"window": WINDOW, "micro_batches": 16, "dp": dp, "pp": pp, "cost": COST}
     planner = make_planner(paper_like(60_000).tolist(), **job, endless=True)
     over = []
@@ -285,14 +275,14 @@ def test_the_predicted_step_is_within_2_percent_of_its_lower_bound(dp: int, pp: 
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
-def test_seeded_lengths_repeat_and_are_positive(kind: str) -> None:
+def test_seeded_lengths_repeat_and_are_positive(kind):
     lengths = KINDS[kind](2000, 7)
     assert (lengths == KINDS[kind](2000, 7)).all()
     assert (lengths != KINDS[kind](2000, 8)).any()
     assert lengths.min() >= 1
 
 
-def test_overlong_lengths_are_cut_at_the_window() -> None:
+def test_overlong_lengths_are_cut_at_the_window():
     assert pieces_of(np.array([3, 0, 20, 8]), 8, "split").tolist() == [3, 8, 8, 4, 8]
 
 
@@ -300,9 +290,7 @@ def test_overlong_lengths_are_cut_at_the_window() -> None:
 @given(
     st.lists(st.integers(1, 40), min_size=1, max_size=8), st.lists(st.integers(1, 40), min_size=0, max_size=8)
 )
-def test_one_round_of_trades_brings_two_bins_as_close_as_any_move_or_swap_can(
-    heavy: list[int], light: list[int]
-) -> None:
+def test_one_round_of_trades_brings_two_bins_as_close_as_any_move_or_swap_can(heavy, light):
     """Against all of them, one after the other; nothing but the number of documents bounds them here."""
     if sum(heavy) < sum(light):
         heavy, light = light, heavy
@@ -319,7 +307,7 @@ def test_one_round_of_trades_brings_two_bins_as_close_as_any_move_or_swap_can(
     assert sorted(item.serial for items in bins for item in items) == list(range(len(heavy) + len(light)))
 
 
-def test_trades_keep_the_bounds_on_tokens_and_documents() -> None:
+def test_trades_keep_the_bounds_on_tokens_and_documents():
     def bins() -> tuple[list[list[Item]], list[int]]:
         made = [[Item(w, 10 * w, n, 0, Piece(0, n, 0, 10 * w)) for n, w in enumerate((4, 3, 1))], []]
         return made, [8, 0]

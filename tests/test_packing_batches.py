@@ -1,12 +1,9 @@
 """Growing global batches: sizes as Megatron's own calculators give them, the same documents whatever the resume."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import re
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,9 +38,7 @@ def old_ramp(consumed: int, start: int, increment: int, samples: int, size: int)
 
 @settings(deadline=None, max_examples=300)
 @given(st.integers(1, 9), st.integers(1, 5), st.integers(0, 8), st.integers(0, 500))
-def test_a_linear_ramp_has_the_sizes_of_megatrons_rampup_calculator(
-    start: int, increment: int, rises: int, samples: int
-) -> None:
+def test_a_linear_ramp_has_the_sizes_of_megatrons_rampup_calculator(start, increment, rises, samples):
     size = start + rises * increment
     ramp = linear_ramp(start, increment, samples, size)
     for consumed in range(samples + 3):
@@ -52,7 +47,7 @@ def test_a_linear_ramp_has_the_sizes_of_megatrons_rampup_calculator(
 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=4, unique=True), st.data())
-def test_a_step_schedule_has_the_sizes_of_megatrons_calculator(sizes: list[int], data: st.DataObject) -> None:
+def test_a_step_schedule_has_the_sizes_of_megatrons_calculator(sizes, data):
     from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
 
     gaps = data.draw(st.lists(st.integers(1, 50), min_size=len(sizes) - 1, max_size=len(sizes) - 1))
@@ -75,7 +70,7 @@ def test_a_step_schedule_has_the_sizes_of_megatrons_calculator(sizes: list[int],
         assert following
 
 
-def test_an_interleaved_schedule_takes_what_megatrons_own_check_takes() -> None:
+def test_an_interleaved_schedule_takes_what_megatrons_own_check_takes():
     """The rule of forward_backward_pipelining_with_interleaving, by its text: PP <= group <= micro-batches, and no
     last group of less than PP."""
 
@@ -100,7 +95,7 @@ def test_an_interleaved_schedule_takes_what_megatrons_own_check_takes() -> None:
             assert all(refused(count, 3) is None for count in law.counts(windows, per_window))
 
 
-def test_batches_are_decreased_as_megatrons_calculator_decreases_them() -> None:
+def test_batches_are_decreased_as_megatrons_calculator_decreases_them():
     from megatron.core.num_microbatches_calculator import ConstantNumMicroBatchesCalculator
 
     for size, ranks in ((4, 3), (6, 3), (7, 4), (3, 3)):
@@ -120,7 +115,7 @@ def test_batches_are_decreased_as_megatrons_calculator_decreases_them() -> None:
         )
 
 
-def test_a_ramp_that_megatron_would_ignore_becomes_its_step_schedule() -> None:
+def test_a_ramp_that_megatron_would_ignore_becomes_its_step_schedule():
     arguments = {"rampup_batch_size": ["2", "2", "100"], "global_batch_size": 6, "seq_length": 64}
     text = flags_give(step_batch_size_schedule=None, **arguments).ramp_as_steps()
     assert text == "0:2 3200:4 6400:6"
@@ -133,7 +128,7 @@ def test_a_ramp_that_megatron_would_ignore_becomes_its_step_schedule() -> None:
     ("text", "words"),
     [("0:4 640:2", "growing batches only"), ("64:4", "threshold 0"), ("0:x", "schedule '0:x'")],
 )
-def test_a_schedule_that_cannot_train_is_refused(text: str, words: str) -> None:
+def test_a_schedule_that_cannot_train_is_refused(text, words):
     with pytest.raises(ValueError, match=words):
         flags_give(step_batch_size_schedule=text, seq_length=64)
     with pytest.raises(ValueError, match="does not lead to --global-batch-size 5"):
@@ -141,12 +136,12 @@ def test_a_schedule_that_cannot_train_is_refused(text: str, words: str) -> None:
 
 
 def growing(steps: tuple[tuple[int, int], ...], **settings: int | str) -> Planner:
-    made = make_planner(LENGTHS, window=16, micro_batches=steps[-1][1], **settings)  # type: ignore[arg-type]
+    made = make_planner(LENGTHS, window=16, micro_batches=steps[-1][1], **settings)
     stream = ListStream(LENGTHS, endless=True)
     return Planner(stream, made.packer, global_tokens=16 * steps[-1][1], schedule=BatchSchedule(steps))
 
 
-def test_intake_follows_the_sum_of_the_batches() -> None:
+def test_intake_follows_the_sum_of_the_batches():
     planner = growing(((0, 1), (2, 3)), packing="original")
     plans = run(planner, most=5)
     assert [len(plan.micro_batches) for plan in plans] == [1, 1, 3, 3, 3]
@@ -155,13 +150,13 @@ def test_intake_follows_the_sum_of_the_batches() -> None:
         assert goal <= total < goal + plan.arrived[-1].tokens
 
 
-def test_windows_balanced_over_several_batches_stop_where_the_size_changes() -> None:
+def test_windows_balanced_over_several_batches_stop_where_the_size_changes():
     plans = run(growing(((0, 2), (6, 4)), packing="fixed-greedy", balance_batches=4), most=9)
     assert [len(plan.micro_batches) for plan in plans] == [2, 2, 2, 4, 4, 4, 4, 4, 4]
     assert [at for at, plan in enumerate(plans) if plan.arrived] == [0, 3, 7]
 
 
-def test_sizes_not_reached_yet_may_change_at_resume_and_others_may_not() -> None:
+def test_sizes_not_reached_yet_may_change_at_resume_and_others_may_not():
     first = growing(((0, 2), (6, 4)))
     run(first, most=2)
     state = json.loads(json.dumps(first.state()))
@@ -171,7 +166,7 @@ def test_sizes_not_reached_yet_may_change_at_resume_and_others_may_not() -> None
 
 
 @pytest.mark.parametrize("version", [1, 4])
-def test_a_state_of_another_version_is_refused(version: int) -> None:
+def test_a_state_of_another_version_is_refused(version):
     planner = growing(((0, 2),))
     with pytest.raises(
         ValueError, match=f"version {version}, this release reads 2 to 3: resume with the release"
@@ -180,9 +175,7 @@ def test_a_state_of_another_version_is_refused(version: int) -> None:
 
 
 @pytest.mark.megatron
-def test_a_ramp_trains_through_megatrons_loop_and_resumes_at_another_layout(
-    corpus: Path, tmp_path: Path
-) -> None:
+def test_a_ramp_trains_through_megatrons_loop_and_resumes_at_another_layout(corpus, tmp_path):
     """2, 2, 4, 4 micro-batches; Megatron counts 2, 4, 8, 12 samples, at which the rate has fallen to 0. Resumed in the
     middle with DP=2."""
     parts = tmp_path / "parts.json"
@@ -207,7 +200,7 @@ def test_a_ramp_trains_through_megatrons_loop_and_resumes_at_another_layout(
     assert resumed == [entry for entry in trained(whole) if entry[0] == 3]
 
 
-def test_a_schedule_counts_in_micro_batches_of_several_windows() -> None:
+def test_a_schedule_counts_in_micro_batches_of_several_windows():
     """Its iterations begin after as many windows, and have as many."""
     schedule = BatchSchedule(((0, 4), (10, 8), (11, 16), (60, 24)))
     joined = schedule.joined(4)
@@ -219,7 +212,7 @@ def test_a_schedule_counts_in_micro_batches_of_several_windows() -> None:
     assert schedule.joined(1) == schedule
 
 
-def test_a_batch_is_a_multiple_of_ranks_and_of_a_micro_batchs_windows() -> None:
+def test_a_batch_is_a_multiple_of_ranks_and_of_a_micro_batchs_windows():
     layout = Layout(data=2, pipeline=2, virtual=2)
     assert "data-parallel size 2 x 3 windows of a micro-batch" in str(misfit(8, layout, 3))
     assert misfit(12, layout, 3) is None

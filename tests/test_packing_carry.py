@@ -1,7 +1,5 @@
 """A run taken up with other corpora, weights, windows or packing: each document still trains once an epoch."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from typing import Any
@@ -106,9 +104,7 @@ def arriving(planned: Planner, iterations: int, parts: list[Corpus], skip: int =
 
 @pytest.mark.parametrize("old", range(len(PACKINGS)))
 @pytest.mark.parametrize("new", range(len(PACKINGS)))
-def test_through_a_change_of_packing_every_token_trains_once_and_what_waited_first(
-    old: int, new: int
-) -> None:
+def test_through_a_change_of_packing_every_token_trains_once_and_what_waited_first(old, new):
     parts = corpora(("a", 1.0), ("b", 2.0))
     for stop in (1, 2, 4):
         before, after = (planner(parts, PACKINGS[at], endless=False) for at in (old, new))
@@ -125,7 +121,7 @@ def test_through_a_change_of_packing_every_token_trains_once_and_what_waited_fir
         assert set(tokens.values()) == {1} and tokens.total() == sum(map(sum, (LENGTHS["a"], LENGTHS["b"])))
 
 
-def test_samples_and_trained_tokens_go_on_and_the_state_resumes() -> None:
+def test_samples_and_trained_tokens_go_on_and_the_state_resumes():
     parts = corpora(("a", 1.0))
     before, after = planner(parts, PACKINGS[0]), planner(parts, PACKINGS[2])
     trained = sum(p.tokens for p in pieces_of(before, 3))
@@ -139,7 +135,7 @@ def test_samples_and_trained_tokens_go_on_and_the_state_resumes() -> None:
     assert pieces_of(again, 5) == pieces_of(after, 5)
 
 
-def test_weights_count_from_the_change_on_and_make_up_for_nothing() -> None:
+def test_weights_count_from_the_change_on_and_make_up_for_nothing():
     """After 200 iterations at 9 to 1, 1 to 9: the corpus that had little does not come alone for 1,500 more."""
     before = planner(corpora(("a", 9.0), ("b", 1.0)), PACKINGS[2])
     after = planner(corpora(("a", 1.0), ("b", 9.0)), PACKINGS[2])
@@ -160,9 +156,7 @@ def test_weights_count_from_the_change_on_and_make_up_for_nothing() -> None:
         [("c", 0.5), ("b", 1.0)],
     ],
 )
-def test_corpora_go_on_wherever_they_stand_in_the_blend_and_those_that_are_gone_are_told(
-    parts: list[tuple[str, float]],
-) -> None:
+def test_corpora_go_on_wherever_they_stand_in_the_blend_and_those_that_are_gone_are_told(parts):
     """Each corpus's documents come in the order of a run without a change, from where it stood."""
     old, new = corpora(("a", 1.0), ("b", 1.0)), corpora(*parts)
     before, after = planner(old, PACKINGS[3]), planner(new, PACKINGS[0])
@@ -200,9 +194,7 @@ RULES = [
     stops=st.lists(st.integers(1, 5), min_size=3, max_size=3),
     version=st.sampled_from([2, 3, 3]),
 )
-def test_with_other_windows_within_an_epoch_every_token_trains_once(
-    lengths: list[int], rules: list[tuple[int, str]], stops: list[int], version: int
-) -> None:
+def test_with_other_windows_within_an_epoch_every_token_trains_once(lengths, rules, stops, version):
     """Once at most where long documents are truncated or dropped in a part of the epoch."""
     lengths = [*lengths, 300, 20]
     parts = [Corpus("lengths", np.array(lengths))]
@@ -226,9 +218,7 @@ def test_with_other_windows_within_an_epoch_every_token_trains_once(
         assert tokens.total() == sum(lengths)
 
 
-def test_what_is_left_of_long_documents_is_whole_where_the_window_allows_spread_and_the_next_epoch_as_ever() -> (
-    None
-):
+def test_what_is_left_of_long_documents_is_whole_where_the_window_allows_spread_and_the_next_epoch_as_ever():
     lengths = np.random.default_rng(3).permutation([640] * 20 + [20] * 400)
     parts = [Corpus("lengths", lengths)]
     before, after, always = (planner(parts, PACKINGS[2], window=window) for window in (64, 320, 320))
@@ -247,9 +237,7 @@ def test_what_is_left_of_long_documents_is_whole_where_the_window_allows_spread_
 
 
 @pytest.mark.parametrize(("how", "seed"), [({"next_epoch": True}, 5), ({}, 6)])
-def test_asked_to_or_with_another_seed_all_corpora_begin_their_next_epoch(
-    how: dict[str, bool], seed: int
-) -> None:
+def test_asked_to_or_with_another_seed_all_corpora_begin_their_next_epoch(how, seed):
     parts = corpora(("a", 1.0), ("b", 1.0))
     before, after = planner(parts, PACKINGS[0]), planner(parts, PACKINGS[0], seed=seed)
     first = tokens_of(pieces_of(before, 3), parts)
@@ -264,7 +252,7 @@ def test_asked_to_or_with_another_seed_all_corpora_begin_their_next_epoch(
     assert set(tokens.values()) == {1}
 
 
-def test_a_state_of_before_goes_on_by_the_order_of_now() -> None:
+def test_a_state_of_before_goes_on_by_the_order_of_now():
     """Version 2 gave a book's pieces after each other."""
     lengths = [200, 30, 64, 7, 300, 50, 61, 9, 40]
     parts = [Corpus("lengths", np.array(lengths))]
@@ -277,7 +265,7 @@ def test_a_state_of_before_goes_on_by_the_order_of_now() -> None:
     assert set(tokens.values()) == {1} and tokens.total() == sum(lengths)
 
 
-def test_a_planner_that_has_loaded_a_state_forgets_what_waited_there() -> None:
+def test_a_planner_that_has_loaded_a_state_forgets_what_waited_there():
     parts = corpora(("a", 1.0))
     before, after = planner(parts, PACKINGS[3]), planner(parts, PACKINGS[3])
     pieces_of(before, 4)

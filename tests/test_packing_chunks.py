@@ -1,7 +1,5 @@
 """Plans with documents in chunks: every token once, prefixes complete, groups apart, nothing delayed."""
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from functools import partial
@@ -69,14 +67,12 @@ def work_of(piece: Piece, cost: CostModel) -> int:
 
 @settings(max_examples=80, deadline=None)
 @given(document_lengths(), SIZES, st.booleans(), st.sampled_from([None, 1, 2, 3, 5, 7, 10]))
-def test_every_token_trains_once_with_all_that_it_attends_to_before_it(
-    lengths: list[int], size: dict[str, Any], endless: bool, most: int | None
-) -> None:
+def test_every_token_trains_once_with_all_that_it_attends_to_before_it(lengths, size, endless, most):
     if lengths or not endless:
         check_chunks(lengths, size | {"max_tokens": most}, endless, most or WINDOW * 3 // 4)
 
 
-def test_a_document_of_two_tokens_trains_though_chunks_of_three_need_all_other_micro_batches() -> None:
+def test_a_document_of_two_tokens_trains_though_chunks_of_three_need_all_other_micro_batches():
     lengths, cost = [2, 11, 15], CostModel(16.0, 0.0, 100.0)
     job = {"window": 16, "micro_batches": 1, "pp": 2, "chunks": "on", "micro_batches_per_window": "auto"}
     (plan,) = run(make_planner(lengths, **job, max_tokens=3, cost=cost))
@@ -85,7 +81,7 @@ def test_a_document_of_two_tokens_trains_though_chunks_of_three_need_all_other_m
 
 
 @pytest.mark.parametrize("share", [0.1, 0.15, 0.2, 0.3])
-def test_no_document_of_143_random_corpora_waits_where_lmax_is_this_share_of_a_window(share: float) -> None:
+def test_no_document_of_143_random_corpora_waits_where_lmax_is_this_share_of_a_window(share):
     for seed in range(143):
         dice = np.random.default_rng([9, seed])
         window = int(dice.choice([14, 20, 40]))
@@ -101,9 +97,7 @@ def test_no_document_of_143_random_corpora_waits_where_lmax_is_this_share_of_a_w
 
 @settings(max_examples=40, deadline=None)
 @given(st.data(), SIZES, st.booleans(), st.sampled_from([None, 4, 9]))
-def test_documents_of_all_of_a_ranks_share_train_whole_in_one_iteration(
-    data: st.DataObject, size: dict[str, Any], endless: bool, most: int | None
-) -> None:
+def test_documents_of_all_of_a_ranks_share_train_whole_in_one_iteration(data, size, endless, most):
     size["micro_batches"] = min(3, size["micro_batches"])
     longest = WINDOW * size["micro_batches"]
     lengths = data.draw(beyond(longest))
@@ -149,9 +143,7 @@ def check_chunks(
 
 @settings(max_examples=100, deadline=None)
 @given(document_lengths().filter(bool), SIZES)
-def test_a_group_has_one_document_in_chunks_so_groups_are_not_chained(
-    lengths: list[int], size: dict[str, Any]
-) -> None:
+def test_a_group_has_one_document_in_chunks_so_groups_are_not_chained(lengths, size):
     for plan in run(make_planner(lengths, **size, endless=True), most=8):
         for column in columns(plan):
             at = 0
@@ -164,7 +156,7 @@ def test_a_group_has_one_document_in_chunks_so_groups_are_not_chained(
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(2, 5000), st.integers(2, 9), st.sampled_from([8.0, 500.0, 24576.0]))
-def test_chunks_are_of_like_work_and_tile_the_document(tokens: int, number: int, at: float) -> None:
+def test_chunks_are_of_like_work_and_tile_the_document(tokens, number, at):
     number = min(number, tokens)
     cost = CostModel(at, 3.0)
     item = Item(int(cost.work([tokens])[0]), tokens, 0, 0, Piece(0, 7, 100, 100 + tokens))
@@ -182,7 +174,7 @@ def test_chunks_are_of_like_work_and_tile_the_document(tokens: int, number: int,
         assert all(abs(chunk.work - even) <= 2 * last + 6 * UNITS_PER_TOKEN for chunk in chunks)
 
 
-def test_a_summary_counts_documents_once_and_their_chunks() -> None:
+def test_a_summary_counts_documents_once_and_their_chunks():
     piece = partial(Piece, 0)
     rows = [[piece(7, 0, 4), piece(1, 0, 2)], [piece(7, 4, 6, 4)], [piece(7, 6, 7, 6), piece(2, 0, 3)]]
     other = [[piece(8, 16, 20)], [piece(8, 20, 22, 4)], [piece(3, 0, 9)]]
@@ -197,7 +189,7 @@ def test_a_summary_counts_documents_once_and_their_chunks() -> None:
     assert documents_in_chunks(rows) == [7, 7, 7] and documents_in_chunks(other) == [8, 8, -1]
 
 
-def test_documents_give_up_chunks_where_there_are_too_many_and_take_more_where_there_are_too_few() -> None:
+def test_documents_give_up_chunks_where_there_are_too_many_and_take_more_where_there_are_too_few():
     assert sorted(chunk_counts([100, 100, 100], [9, 9, 9], 4, 100)) == [1, 1, 2]
     assert sum(chunk_counts([100], [9], 4, 100)) == 4
     assert chunk_counts([100, 1], [90, 1], 2, 30).tolist() == [3, 1], "a micro-batch's tokens ask for three"
@@ -205,16 +197,14 @@ def test_documents_give_up_chunks_where_there_are_too_many_and_take_more_where_t
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=8), st.integers(1, 5), st.data())
-def test_tokens_held_at_once_are_those_of_the_schedules_order(
-    sizes: list[int], stages: int, data: st.DataObject
-) -> None:
+def test_tokens_held_at_once_are_those_of_the_schedules_order(sizes, stages, data):
     count = sum(sizes)
     tokens = data.draw(st.lists(st.integers(1, 9), min_size=count, max_size=count))
     expected = in_flight(grouped_orders(stages, sizes), tokens)[0]
     assert most_held(tokens, sizes, StepLaw(pp=stages)) == expected
 
 
-def test_a_long_tailed_corpus_gains_half_over_arrival_order_on_four_stages_with_nothing_delayed() -> None:
+def test_a_long_tailed_corpus_gains_half_over_arrival_order_on_four_stages_with_nothing_delayed():
     plain = long_run(50, packing="original", micro_batches_per_window="auto")
     cut = long_run(50, chunks="on", micro_batches_per_window="auto")
 
@@ -230,7 +220,7 @@ def test_a_long_tailed_corpus_gains_half_over_arrival_order_on_four_stages_with_
     assert sum(plan.predicted for plan in cut) <= 1.2 * sum(plan.ideal for plan in cut)
 
 
-def test_the_tokens_in_flight_are_about_a_window_a_stage() -> None:
+def test_the_tokens_in_flight_are_about_a_window_a_stage():
     for plan in long_run(50, chunks="on", micro_batches_per_window="auto"):
         for column in columns(plan):
             held = most_held([m.tokens for m in column], groups([m.pieces for m in column]), StepLaw(pp=4))
@@ -244,7 +234,7 @@ def chosen(**how: Any) -> tuple[type, list[str]]:
     return type(make_planner([1], **job | how, say=lines.append).packer), lines
 
 
-def test_the_chosen_number_of_micro_batches_is_as_good_as_any_though_not_all_are_filled() -> None:
+def test_the_chosen_number_of_micro_batches_is_as_good_as_any_though_not_all_are_filled():
     lengths = long_tailed(WINDOW_OF_LAW, 20_000).tolist()
     steps = {}
     for asked in ("auto", "1", "1.5", "2", "3", "4", "6", "8"):
@@ -260,7 +250,7 @@ def test_the_chosen_number_of_micro_batches_is_as_good_as_any_though_not_all_are
     assert sum(auto) <= 1.003 * sum(map(min, zip(*steps.values(), strict=True)))
 
 
-def test_a_step_of_many_windows_has_no_more_micro_batches_than_are_tried_for_each() -> None:
+def test_a_step_of_many_windows_has_no_more_micro_batches_than_are_tried_for_each():
     """Where every number holds more at once than it should, one with a micro-batch for each document held least, and
     was taken: up to 290 of them for 16 windows, 23 % more computing than the others have."""
     rules = Rules(131072, "split", 1234, endless=True)
@@ -273,7 +263,7 @@ def test_a_step_of_many_windows_has_no_more_micro_batches_than_are_tried_for_eac
 
 
 @pytest.mark.usefixtures("quick_thresholds")
-def test_auto_takes_chunks_where_they_are_predicted_to_pay_and_says_why() -> None:
+def test_auto_takes_chunks_where_they_are_predicted_to_pay_and_says_why():
     kind, lines = chosen()
     assert kind is ChunkPacker and "yes (predicted step over ideal" in lines[0]
     kind, lines = chosen(vpp=2)
@@ -293,7 +283,7 @@ def test_auto_takes_chunks_where_they_are_predicted_to_pay_and_says_why() -> Non
     assert kind is ChunkPacker and "--wlb-thresholds 49152 is not used" in lines[1]
 
 
-def test_micro_batches_too_short_for_whole_documents_make_auto_take_chunks() -> None:
+def test_micro_batches_too_short_for_whole_documents_make_auto_take_chunks():
     kind, lines = chosen(pp=1, max_tokens=131072)
     assert kind is ChunkPacker and "131,072 tokens do not hold whole documents" in lines[0]
     with pytest.raises(WlbError, match=r"below 1\.25 windows.*--wlb-chunks on"):
@@ -302,7 +292,7 @@ def test_micro_batches_too_short_for_whole_documents_make_auto_take_chunks() -> 
         chosen(max_tokens=2000)
 
 
-def test_chunks_that_are_asked_for_are_refused_by_the_flag_that_keeps_them_out() -> None:
+def test_chunks_that_are_asked_for_are_refused_by_the_flag_that_keeps_them_out():
     with pytest.raises(WlbError, match="--wlb-chunks on cannot be combined with --flag: drop it"):
         chosen(chunks="on", no_chunks=[("--flag", "drop it")])
     with pytest.raises(WlbError, match="needs --wlb-packing varlen"):

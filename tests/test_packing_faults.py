@@ -1,7 +1,5 @@
 """Faults reported against packers elsewhere, each as the small case that shows it."""
 
-from __future__ import annotations
-
 import heapq
 import json
 from typing import Any
@@ -44,7 +42,7 @@ def plan_stream(
 
 
 @pytest.mark.parametrize("packing", PACKERS)
-def test_documents_without_tokens_reach_no_plan(packing: str) -> None:
+def test_documents_without_tokens_reach_no_plan(packing):
     pieces = [
         piece for row in plan_stream([0, 1, 0, 2], 8, packing=packing, solver_seconds=0.1) for piece in row
     ]
@@ -52,13 +50,13 @@ def test_documents_without_tokens_reach_no_plan(packing: str) -> None:
 
 
 @pytest.mark.parametrize("packing", QUICK_PACKINGS)
-def test_documents_of_one_token_are_packed(packing: str) -> None:
+def test_documents_of_one_token_are_packed(packing):
     (pieces,) = plan_stream([1] * 8, 8, packing=packing)
     assert len(pieces) == 8
 
 
 @pytest.mark.parametrize("packing", QUICK_PACKINGS)
-def test_eighty_thousand_tiny_documents_never_meet_in_one_launch(packing: str) -> None:
+def test_eighty_thousand_tiny_documents_never_meet_in_one_launch(packing):
     planner = make_planner(
         [16] * 80_000, window=131_072, micro_batches=4, packing=packing, max_documents=4096
     )
@@ -69,7 +67,7 @@ def test_eighty_thousand_tiny_documents_never_meet_in_one_launch(packing: str) -
 
 
 @pytest.mark.parametrize("packing", QUICK_PACKINGS)
-def test_running_totals_go_on_beyond_2_to_the_31(packing: str) -> None:
+def test_running_totals_go_on_beyond_2_to_the_31(packing):
     planner = make_planner([5, 9, 16, 3] * 50, window=16, micro_batches=4, endless=True, packing=packing)
     run(planner, most=3)
     state = json.loads(json.dumps(planner.state()))
@@ -93,7 +91,7 @@ def test_running_totals_go_on_beyond_2_to_the_31(packing: str) -> None:
         assert plan.micro_batches == expected.micro_batches
 
 
-def test_a_micro_batch_is_full_by_its_own_count_of_tokens() -> None:
+def test_a_micro_batch_is_full_by_its_own_count_of_tokens():
     # No document is padded: 12 of 9 tokens are 108, padded once to 112, the cap; a 13th would be too many.
     planner = make_planner(
         [9] * 13, window=88, micro_batches=1, alignment=8, max_tokens=112, thresholds="none"
@@ -107,9 +105,7 @@ def test_a_micro_batch_is_full_by_its_own_count_of_tokens() -> None:
 
 @settings(max_examples=80, deadline=None)
 @given(st.lists(st.integers(1, 48), max_size=80), st.sampled_from([1, 2, 6, 8, 24]), st.integers(60, 130))
-def test_a_micro_batch_padded_to_its_multiple_never_exceeds_the_cap(
-    lengths: list[int], alignment: int, most: int
-) -> None:
+def test_a_micro_batch_padded_to_its_multiple_never_exceeds_the_cap(lengths, alignment, most):
     most = max(most, 60 + alignment)
     planner = make_planner(lengths, window=48, micro_batches=2, alignment=alignment, max_tokens=most)
     for plan in run(planner):
@@ -121,31 +117,29 @@ def test_a_micro_batch_padded_to_its_multiple_never_exceeds_the_cap(
     ("overlong", "expected"),
     [("split", [(0, 16), (16, 17), (0, 16)]), ("truncate", [(0, 16), (0, 16)]), ("drop", [(0, 16)])],
 )
-def test_a_document_of_the_window_is_taken_and_one_token_more_is_policy(
-    overlong: str, expected: list[tuple[int, int]]
-) -> None:
+def test_a_document_of_the_window_is_taken_and_one_token_more_is_policy(overlong, expected):
     rows = plan_stream([17, 16], 16, overlong=overlong)
     assert sorted((p.start, p.end) for row in rows for p in row) == sorted(expected)
 
 
-def test_documents_that_fill_a_micro_batch_alone_leave_none_empty() -> None:
+def test_documents_that_fill_a_micro_batch_alone_leave_none_empty():
     plans = run(make_planner([40, 40, 40] * 6, window=51, micro_batches=1, dp=2, max_tokens=64))
     check_promises(plans, 64, bins=2)
 
 
-def test_nine_equal_documents_over_four_micro_batches_are_3_2_2_2() -> None:
+def test_nine_equal_documents_over_four_micro_batches_are_3_2_2_2():
     (plan,) = run(make_planner([4] * 9, window=9, micro_batches=4, thresholds="none"))
     assert sorted(len(b.pieces) for b in micro_batches(plan)) == [2, 2, 2, 3]
 
 
-def test_three_documents_over_four_micro_batches_leave_the_last_one_to_padding() -> None:
+def test_three_documents_over_four_micro_batches_leave_the_last_one_to_padding():
     (plan,) = run(make_planner([4] * 3, window=8, micro_batches=4))
     assert sorted(len(b.pieces) for b in micro_batches(plan)) == [0, 1, 1, 1]
     assert [b.work for b in micro_batches(plan) if not b.pieces] == [0]
 
 
 @pytest.mark.parametrize("packing", QUICK_PACKINGS)
-def test_remainders_are_carried_on_rather_than_trained_in_a_short_micro_batch(packing: str) -> None:
+def test_remainders_are_carried_on_rather_than_trained_in_a_short_micro_batch(packing):
     lengths = lognormal(10_000, seed=1, mean=900, max_tokens=8192)
     plans = run(
         make_planner(lengths.tolist(), window=8192, micro_batches=4, packing=packing, cost=CostModel(1e9))
@@ -173,14 +167,14 @@ def slow_fill(items: list[Item], count: int, capacity: int) -> tuple[list[int], 
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(1, 100), max_size=120), st.integers(1, 9), st.integers(100, 400))
-def test_filling_by_heaps_equals_looking_at_every_bin(lengths: list[int], count: int, capacity: int) -> None:
+def test_filling_by_heaps_equals_looking_at_every_bin(lengths, count, capacity):
     items = items_of(lengths, CostModel(30))
     bins = Bins(count, capacity, 4096)
     bins.add_all(items)
     assert (bins.work, bins.tokens) == slow_fill(items, count, capacity)
 
 
-def test_filling_takes_a_bounded_number_of_heap_steps_an_item(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_filling_takes_a_bounded_number_of_heap_steps_an_item(monkeypatch):
     # All above half of the capacity, the worst case of first-fit: a linear scan would look at 4,000 bins each.
     steps = 0
 
@@ -197,7 +191,7 @@ def test_filling_takes_a_bounded_number_of_heap_steps_an_item(monkeypatch: pytes
 
 
 @pytest.mark.parametrize(("packing", "batches"), [("varlen", 1), ("fixed-greedy", 8)])
-def test_packing_makes_no_curriculum_of_lengths(packing: str, batches: int) -> None:
+def test_packing_makes_no_curriculum_of_lengths(packing, batches):
     lengths = paper_like(40_000, seed=2).tolist()
     job = {"packing": packing, "balance_batches": batches, "cost": CostModel(24576)}
     plans = run(make_planner(lengths, window=131072, micro_batches=4, **job))[8:-8]
@@ -207,7 +201,7 @@ def test_packing_makes_no_curriculum_of_lengths(packing: str, batches: int) -> N
         assert max(delays(plans).values()) <= 16
 
 
-def test_ranks_are_even_in_sum_and_in_largest() -> None:
+def test_ranks_are_even_in_sum_and_in_largest():
     job = {"window": 131072, "micro_batches": 4, "dp": 2, "pp": 4, "cost": CostModel(24576)}
     plans = run(make_planner(paper_like(20_000, seed=4).tolist(), **job))[4:-4]
     over_ranks, over_micro_batches = [], []
@@ -220,7 +214,7 @@ def test_ranks_are_even_in_sum_and_in_largest() -> None:
     assert np.mean(over_micro_batches) < 1.05
 
 
-def test_both_caps_hold_tokens_and_documents_whatever_balance_wants() -> None:
+def test_both_caps_hold_tokens_and_documents_whatever_balance_wants():
     # Short documents weigh little: evening the work alone would put far more tokens beside the long ones.
     lengths = ([4000] + [10] * 400) * 30
     plans = run(make_planner(lengths, window=4000, micro_batches=2, max_tokens=5000, cost=CostModel(100)))
@@ -229,7 +223,7 @@ def test_both_caps_hold_tokens_and_documents_whatever_balance_wants() -> None:
     assert max(tokens) / np.mean(tokens) < 1.5
 
 
-def test_work_is_not_tokens() -> None:
+def test_work_is_not_tokens():
     (plan,) = run(
         make_planner(
             [1024, 512, 512, 512, 512], window=1536, micro_batches=2, cost=CostModel(512), thresholds="none"
@@ -238,7 +232,7 @@ def test_work_is_not_tokens() -> None:
     assert sorted(sorted(p.tokens for p in b.pieces) for b in micro_batches(plan)) == [[512] * 3, [512, 1024]]
 
 
-def test_many_tiny_documents_are_not_free() -> None:
+def test_many_tiny_documents_are_not_free():
     # By tokens, 400 documents of 20 go beside one of 8000, none beside two; at a cost of 30 each, 119 do.
     cost = CostModel(quadratic_at=1e6, per_document=30)
     lengths = [8000] * 3 + [20] * 400
@@ -247,7 +241,7 @@ def test_many_tiny_documents_are_not_free() -> None:
     assert documents == [121, 282]
 
 
-def test_a_solver_that_does_not_count_documents_never_leaves_a_window_empty_or_too_full() -> None:
+def test_a_solver_that_does_not_count_documents_never_leaves_a_window_empty_or_too_full():
     job = {"window": 8, "micro_batches": 2, "cost": CostModel(4.0), "packing": "fixed-solver"}
     job |= {"balance_batches": 2, "max_documents": 2, "solver_seconds": 0.05}
     for seed in range(50, 60):
@@ -260,7 +254,7 @@ def test_a_solver_that_does_not_count_documents_never_leaves_a_window_empty_or_t
             assert all(1 <= len(m.pieces) <= 2 for row in plan.micro_batches for m in row)
 
 
-def test_pieces_that_wait_are_saved_in_few_bytes_and_damage_is_told() -> None:
+def test_pieces_that_wait_are_saved_in_few_bytes_and_damage_is_told():
     windows = [[Waiting(Piece(3, 7 * i, i % 2, 500 + i), 2**31 + 5) for i in range(n)] for n in (300, 0, 700)]
     saved = json.loads(json.dumps(encode_windows(windows)))
     assert decode_windows(saved) == windows
@@ -281,7 +275,7 @@ def warnings_and_share(lengths: list[int], window: int, **settings: Any) -> tupl
     return [line for line in lines if line.startswith("WARNING")], planner.trained / (40 * 4 * window)
 
 
-def test_documents_that_cannot_be_paired_under_lmax_are_told_at_start_and_either_cure_trains_all() -> None:
+def test_documents_that_cannot_be_paired_under_lmax_are_told_at_start_and_either_cure_trains_all():
     (line,), share = warnings_and_share([262] * 60, 328)
     assert "about 80% of the tokens asked for" in line and "--wlb-max-tokens to 524 " in line
     assert share == pytest.approx(0.8, abs=0.01)
@@ -293,7 +287,7 @@ def test_documents_that_cannot_be_paired_under_lmax_are_told_at_start_and_either
 
 
 @pytest.mark.parametrize("packing", QUICK_PACKINGS)
-def test_tiny_documents_that_the_cap_leaves_out_are_told_and_do_not_pile_up(packing: str) -> None:
+def test_tiny_documents_that_the_cap_leaves_out_are_told_and_do_not_pile_up(packing):
     (line,), share = warnings_and_share([1] * 50, 100, packing=packing, max_documents=5)
     assert "at most 5.0% of the tokens asked for" in line and "--wlb-max-documents to 101" in line
     assert share == 0.05

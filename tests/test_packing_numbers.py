@@ -1,9 +1,5 @@
 """Plans that choose how many micro-batches they have: every token once, within all limits, by the predicted step."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -40,9 +36,7 @@ SIZES = sizes(
 
 @settings(max_examples=80, deadline=None)
 @given(document_lengths(), SIZES, st.booleans())
-def test_every_token_trains_once_uncut_within_its_limits_and_its_bound_on_delay(
-    lengths: list[int], size: dict[str, Any], endless: bool
-) -> None:
+def test_every_token_trains_once_uncut_within_its_limits_and_its_bound_on_delay(lengths, size, endless):
     if endless and not lengths:
         return
     plans = run(make_planner(lengths, **size, endless=endless), most=12 if endless else 10_000)
@@ -60,9 +54,7 @@ def test_every_token_trains_once_uncut_within_its_limits_and_its_bound_on_delay(
 @pytest.mark.parametrize("kind", [SIZES, SIZES_IN_CHUNKS], ids=["whole documents", "documents in chunks"])
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), lengths=document_lengths().filter(bool), stop=st.integers(1, 8))
-def test_a_resumed_run_plans_what_the_first_would_have(
-    kind: Any, data: st.DataObject, lengths: list[int], stop: int
-) -> None:
+def test_a_resumed_run_plans_what_the_first_would_have(kind, data, lengths, stop):
     size = data.draw(kind)
     first, second = (make_planner(lengths, **size, endless=True) for _ in range(2))
     run(first, most=stop)
@@ -71,9 +63,7 @@ def test_a_resumed_run_plans_what_the_first_would_have(
 
 @settings(max_examples=60, deadline=None)
 @given(document_lengths().filter(bool), SIZES)
-def test_no_more_tokens_are_held_at_once_than_with_one_micro_batch_a_window(
-    lengths: list[int], size: dict[str, Any]
-) -> None:
+def test_no_more_tokens_are_held_at_once_than_with_one_micro_batch_a_window(lengths, size):
     planner = make_planner(lengths, **size, endless=True)
     allowed = min(size["micro_batches"], size["pp"]) * size["max_tokens"]
     for plan in run(planner, most=8):
@@ -95,9 +85,7 @@ def test_no_more_tokens_are_held_at_once_than_with_one_micro_batch_a_window(
         "from none to chunks",
     ],
 )
-def test_a_run_may_be_resumed_with_another_number_of_micro_batches_or_kind_of_packer(
-    before: dict[str, str], after: dict[str, str]
-) -> None:
+def test_a_run_may_be_resumed_with_another_number_of_micro_batches_or_kind_of_packer(before, after):
     """States say nothing of them."""
     lengths = [(37 * at) % WINDOW + 1 for at in range(60)]
     job = {"window": WINDOW, "micro_batches": 4, "pp": 4, "thresholds": "12", "endless": True}
@@ -127,7 +115,7 @@ def time_per_token(plans: list[IterationPlan], stages: int, own: int) -> float:
     return time / sum(micro_batch.tokens for plan in plans for micro_batch in micro_batches(plan))
 
 
-def test_a_long_tailed_corpus_gains_a_third_over_arrival_order_on_four_stages() -> None:
+def test_a_long_tailed_corpus_gains_a_third_over_arrival_order_on_four_stages():
     """One micro-batch a window gains 6 %: the bubble is the same, however even the micro-batches are."""
     plain = time_per_token(long_run(60, packing="original"), 4, 1000)
     single, auto = (long_run(60, micro_batches_per_window=number) for number in ("1", "auto"))
@@ -136,14 +124,14 @@ def test_a_long_tailed_corpus_gains_a_third_over_arrival_order_on_four_stages() 
     assert max(delays(auto).values()) <= 16
 
 
-def test_many_windows_a_step_are_not_slower_than_one_micro_batch_each() -> None:
+def test_many_windows_a_step_are_not_slower_than_one_micro_batch_each():
     single, auto = (
         long_run(20, micro_batches=32, micro_batches_per_window=number) for number in ("1", "auto")
     )
     assert over_ideal(auto) <= 1.01 * over_ideal(single)
 
 
-def test_without_a_pipeline_there_is_one_micro_batch_a_window() -> None:
+def test_without_a_pipeline_there_is_one_micro_batch_a_window():
     lengths = [(37 * at) % WINDOW + 1 for at in range(60)]
     plans = [
         run(make_planner(lengths, window=WINDOW, micro_batches=2, micro_batches_per_window=number))
@@ -152,7 +140,7 @@ def test_without_a_pipeline_there_is_one_micro_batch_a_window() -> None:
     assert plans[0] == plans[1]
 
 
-def test_what_a_micro_batch_costs_by_itself_keeps_their_number_down() -> None:
+def test_what_a_micro_batch_costs_by_itself_keeps_their_number_down():
     lengths = [(37 * at) % WINDOW + 1 for at in range(60)]
     for own, least, many in (
         (0.0, (0.0, 0.0), True),
@@ -170,17 +158,17 @@ def test_what_a_micro_batch_costs_by_itself_keeps_their_number_down() -> None:
 
 
 @pytest.mark.parametrize("wrong", ["0", "0.5", "two", "nan", "65", "-1"])
-def test_a_wrong_number_of_micro_batches_is_refused_by_its_flag(wrong: str) -> None:
+def test_a_wrong_number_of_micro_batches_is_refused_by_its_flag(wrong):
     with pytest.raises(WlbError, match="--wlb-micro-batches-per-window"):
         read_per_window(wrong)
 
 
-def test_fixed_windows_cannot_be_divided() -> None:
+def test_fixed_windows_cannot_be_divided():
     with pytest.raises(WlbError, match="--wlb-micro-batches-per-window 2 needs --wlb-packing varlen"):
         make_planner([4], window=8, micro_batches=1, packing="original", micro_batches_per_window="2")
 
 
-def test_pieces_stay_whole() -> None:
+def test_pieces_stay_whole():
     lengths = [WINDOW, 3, WINDOW - 1, 5, 7, 2] * 4
     plans = run(make_planner(lengths, window=WINDOW, micro_batches=2, pp=4, micro_batches_per_window="auto"))
     assert sorted(piece for plan in plans for piece in trained(plan)) == [

@@ -1,7 +1,5 @@
 """Promises of every packer, for any lengths: each token once, nothing empty, nothing above its limits, resumable."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -72,8 +70,8 @@ varlen_settings = st.fixed_dictionaries(
 @settings(max_examples=105, deadline=None)
 @given(document_lengths(), SIZES, varlen_settings)
 def test_varlen_trains_every_token_once_uncut_within_its_limits_and_its_bound_on_delay(
-    endless: bool, lengths: list[int], size: dict[str, Any], chosen: dict[str, Any]
-) -> None:
+    endless, lengths, size, chosen
+):
     """An endless stream never gives an empty micro-batch."""
     assume(lengths or not endless)
     plans = run(make_planner(lengths, **size, **chosen, endless=endless), most=12 if endless else 10_000)
@@ -93,8 +91,8 @@ def test_varlen_trains_every_token_once_uncut_within_its_limits_and_its_bound_on
     st.sampled_from(["1", "2", "auto"]),
 )
 def test_only_documents_that_the_bound_on_delay_demands_exceed_the_batch_spread_and_such_steps_are_counted(
-    lengths: list[int], size: dict[str, Any], chosen: dict[str, Any], max_delay: int, per_window: str
-) -> None:
+    lengths, size, chosen, max_delay, per_window
+):
     chosen |= {"max_delay": max_delay, "micro_batches_per_window": per_window}
     planner = make_planner(lengths, **size, **chosen, endless=True, chunks="off")
     plans = run(planner, most=12)
@@ -107,7 +105,7 @@ def test_only_documents_that_the_bound_on_delay_demands_exceed_the_batch_spread_
         assert max_delay == 0 or not set(trained(plan)) & set(plan.arrived)
 
 
-def test_a_batch_spread_evens_steps_and_counts_those_in_chunks_that_exceed_it() -> None:
+def test_a_batch_spread_evens_steps_and_counts_those_in_chunks_that_exceed_it():
     lengths = [3, 24, 1, 7, 20, 2, 5, 11] * 9
 
     def tokens(spread: str, chunks: str) -> tuple[float, int]:
@@ -124,7 +122,7 @@ def test_a_batch_spread_evens_steps_and_counts_those_in_chunks_that_exceed_it() 
 
 
 @pytest.mark.parametrize("text", ["0.9", "nan", "wide", "-1", "inf"])
-def test_a_batch_spread_that_is_no_multiple_of_a_batch_is_refused(text: str) -> None:
+def test_a_batch_spread_that_is_no_multiple_of_a_batch_is_refused(text):
     with pytest.raises(ValueError, match=f"--wlb-batch-spread '{text}' is neither auto, none, nor a number"):
         make_planner([5], window=24, micro_batches=1, batch_spread=text)
 
@@ -148,9 +146,7 @@ def test_a_batch_spread_that_is_no_multiple_of_a_batch_is_refused(text: str) -> 
     size={"window": 24, "micro_batches": 1, "dp": 3, "pp": 1, "max_documents": 5},
 )
 @given(lengths=document_lengths(), size=SIZES)
-def test_fixed_windows_train_every_token_once_and_are_full(
-    packing: str, batches: int, lengths: list[int], size: dict[str, Any]
-) -> None:
+def test_fixed_windows_train_every_token_once_and_are_full(packing, batches, lengths, size):
     plans = run(make_planner(lengths, **size, packing=packing, balance_batches=batches))
     check_promises(plans, WINDOW, **limits(size))
     if size["max_documents"] == 4096:
@@ -158,7 +154,7 @@ def test_fixed_windows_train_every_token_once_and_are_full(
             assert all(b.tokens == WINDOW for row in plan.micro_batches for b in row)
 
 
-def test_the_solver_trains_every_token_once() -> None:
+def test_the_solver_trains_every_token_once():
     lengths = [(37 * i) % WINDOW + 1 for i in range(24)]
     plans = run(
         make_planner(lengths, window=WINDOW, micro_batches=2, packing="fixed-solver", balance_batches=2)
@@ -169,8 +165,8 @@ def test_the_solver_trains_every_token_once() -> None:
 @settings(max_examples=60, deadline=None)
 @given(document_lengths(), st.integers(1, 4), st.integers(0, 6))
 def test_iteration_k_takes_documents_until_the_total_reaches_k_plus_1_global_batches(
-    lengths: list[int], bins: int, max_delay: int
-) -> None:
+    lengths, bins, max_delay
+):
     taken = 0
     planner = make_planner(
         lengths, window=WINDOW, micro_batches=bins, max_tokens=3 * WINDOW, max_delay=max_delay
@@ -198,8 +194,8 @@ def regrouped(bins: int) -> st.SearchStrategy[int]:
     varlen_settings,
 )
 def test_a_run_resumed_at_any_iteration_in_any_layout_trains_the_same_documents(
-    data: st.DataObject, lengths: list[int], bins: int, stop: int, chosen: dict[str, Any]
-) -> None:
+    data, lengths, bins, stop, chosen
+):
     packing = data.draw(
         st.sampled_from(
             [
@@ -228,7 +224,7 @@ def test_a_run_resumed_at_any_iteration_in_any_layout_trains_the_same_documents(
         assert plan.waiting == expected.waiting
 
 
-def test_a_state_of_other_settings_is_refused_and_says_what_changed() -> None:
+def test_a_state_of_other_settings_is_refused_and_says_what_changed():
     lengths = [5, 20, 7, 24] * 10
     saved = make_planner(lengths, window=WINDOW, micro_batches=2, max_delay=4)
     saved.next_iteration()
@@ -247,7 +243,7 @@ def test_a_state_of_other_settings_is_refused_and_says_what_changed() -> None:
         saved.load_state(saved.state() | {"version": 7})
 
 
-def test_an_lmax_set_by_no_flag_comes_with_the_state_where_it_fits() -> None:
+def test_an_lmax_set_by_no_flag_comes_with_the_state_where_it_fits():
     def packer(alignment: int, fits: int) -> Any:
         job = {"window": 40, "micro_batches": 4, "alignment": alignment, "adopt_max_tokens": fits}
         return make_packer(PackingJob(WlbConfig(), COST, **job))
@@ -264,7 +260,7 @@ def test_an_lmax_set_by_no_flag_comes_with_the_state_where_it_fits() -> None:
         packer(8, 0).load_state(state)
 
 
-def test_thresholds_found_on_a_sample_come_with_the_state() -> None:
+def test_thresholds_found_on_a_sample_come_with_the_state():
     def packer(sample: list[int] | None) -> Any:
         return make_packer(PackingJob(WlbConfig(), COST, window=WINDOW, micro_batches=4, sample=sample))
 
@@ -295,17 +291,17 @@ def test_thresholds_found_on_a_sample_come_with_the_state() -> None:
         ({"packing": "best"}, "unknown packing 'best': choose .*original"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(changed: dict[str, Any], words: str) -> None:
+def test_settings_that_cannot_work_are_refused(changed, words):
     with pytest.raises(ValueError, match=words):
         make_planner([4], window=WINDOW, micro_batches=1, **changed)
 
 
-def test_a_window_that_padding_does_not_divide_is_refused() -> None:
+def test_a_window_that_padding_does_not_divide_is_refused():
     with pytest.raises(ValueError, match="window of 24 tokens is not a multiple of 16"):
         make_planner([4], window=WINDOW, micro_batches=1, alignment=16)
 
 
-def test_pieces_put_back_are_offered_again_first() -> None:
+def test_pieces_put_back_are_offered_again_first():
     # Lmax takes one of these documents a micro-batch; nine tenths of a window arrive too fast to wait.
     lengths = [22] * 200
     planner = make_planner(
@@ -318,12 +314,12 @@ def test_pieces_put_back_are_offered_again_first() -> None:
     assert planner.put_back > 0
 
 
-def test_the_last_iterations_of_a_finite_stream_give_out_all_that_waits() -> None:
+def test_the_last_iterations_of_a_finite_stream_give_out_all_that_waits():
     plans = run(make_planner([24] * 3 + [1] * 40, window=WINDOW, micro_batches=2, thresholds="24"))
     assert not plans[-1].waiting
     assert token_counts([p for plan in plans for p in trained(plan)]).total() == 112
 
 
-def test_an_empty_stream_gives_no_iteration() -> None:
+def test_an_empty_stream_gives_no_iteration():
     packer = make_packer(PackingJob(WlbConfig(), COST, window=WINDOW, micro_batches=2))
     assert Planner(ListStream([]), packer, global_tokens=48).next_iteration() is None

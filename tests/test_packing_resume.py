@@ -1,7 +1,5 @@
 """Random runs, stopped anywhere and resumed at another layout: the same documents, each token once, in time."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -270,9 +268,7 @@ def check_resume(run: Run, rng: np.random.Generator, sample: list[int] | None = 
 
 
 @pytest.mark.parametrize("packing", PACKERS)
-def test_a_run_stopped_anywhere_and_resumed_at_any_layout_trains_what_the_uninterrupted_one_does(
-    packing: str,
-) -> None:
+def test_a_run_stopped_anywhere_and_resumed_at_any_layout_trains_what_the_uninterrupted_one_does(packing):
     for seed in range(RUNS[packing]):
         rng = np.random.default_rng([2026, seed])
         run = draw_run(rng, packing)
@@ -284,9 +280,7 @@ def test_a_run_stopped_anywhere_and_resumed_at_any_layout_trains_what_the_uninte
 
 
 @pytest.mark.parametrize("seed", [1, 3, 4])
-def test_so_does_one_whose_thresholds_were_learnt_from_a_sample_that_the_resumed_one_lacks(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_so_does_one_whose_thresholds_were_learnt_from_a_sample_that_the_resumed_one_lacks(seed, monkeypatch):
     monkeypatch.setattr(thresholds, "ITERATIONS", 24)  # finding them takes longest
     rng = np.random.default_rng([2028, seed])
     lengths = np.where(rng.random(300) < 0.1, rng.integers(100, 513, 300), rng.integers(1, 60, 300))
@@ -306,7 +300,7 @@ def test_so_does_one_whose_thresholds_were_learnt_from_a_sample_that_the_resumed
     check_resume(run, rng, lengths.tolist())
 
 
-def test_the_random_runs_reach_what_they_are_to_show() -> None:
+def test_the_random_runs_reach_what_they_are_to_show():
     """Runs of every kind occur, documents wait, and some are put back."""
     seen = {"endless": 0, "finite": 0, "blend": 0, "grew": 0, "waited": 0, "put back": 0, "cut": 0}
     for packing, seed in ((name, seed) for name in QUICK_PACKINGS for seed in range(0, RUNS[name], 2)):

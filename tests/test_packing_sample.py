@@ -1,7 +1,5 @@
 """Lengths from which thresholds are learnt: a fair sample of what trains, whatever the order of the corpus."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -13,7 +11,7 @@ LARGE = 1 << 17
 
 
 @pytest.mark.parametrize("period", [2, 3, 4, 8])
-def test_kinds_that_alternate_are_sampled_as_often_as_they_are(period: int) -> None:
+def test_kinds_that_alternate_are_sampled_as_often_as_they_are(period):
     lengths = np.where(np.arange(LARGE) % period == 0, 7, 900)
     sample = sample_lengths(lengths, 1000, "split")
     assert len(sample) == 65536
@@ -22,7 +20,7 @@ def test_kinds_that_alternate_are_sampled_as_often_as_they_are(period: int) -> N
     assert halves[0] == pytest.approx(halves[1], rel=0.06)
 
 
-def test_a_sample_is_the_same_each_time_and_of_plain_integers() -> None:
+def test_a_sample_is_the_same_each_time_and_of_plain_integers():
     lengths = np.arange(1, LARGE, dtype=np.int32)
     sample = sample_lengths(lengths, LARGE, "split")
     assert sample == sample_lengths(lengths, LARGE, "split") and {*map(type, sample)} == {int}
@@ -30,7 +28,7 @@ def test_a_sample_is_the_same_each_time_and_of_plain_integers() -> None:
 
 
 @pytest.mark.parametrize("at", [0, 1, LARGE - 1])
-def test_all_is_looked_at_before_nothing_is_found(at: int) -> None:
+def test_all_is_looked_at_before_nothing_is_found(at):
     lengths = np.zeros(LARGE, dtype=np.int64)
     lengths[at] = 50
     assert sample_lengths(lengths, 40, "split") in ([40, 10], [10, 40])
@@ -40,7 +38,7 @@ def test_all_is_looked_at_before_nothing_is_found(at: int) -> None:
 
 
 @pytest.mark.parametrize("overlong", ["split", "truncate", "drop"])
-def test_pieces_are_those_that_a_walk_gives(overlong: str) -> None:
+def test_pieces_are_those_that_a_walk_gives(overlong):
     rng = np.random.default_rng(3)
     lengths = rng.integers(0, 60, 500) * (rng.random(500) < 0.7)
     walk, walked = CorpusWalk(Corpus("one", lengths), Rules(16, overlong), 0), []
@@ -49,7 +47,7 @@ def test_pieces_are_those_that_a_walk_gives(overlong: str) -> None:
     assert sorted(pieces_of(lengths, 16, overlong).tolist()) == sorted(walked)
 
 
-def test_a_stream_s_next_lengths_are_told_in_its_mixture_without_being_taken() -> None:
+def test_a_stream_s_next_lengths_are_told_in_its_mixture_without_being_taken():
     corpora = [
         Corpus("rare", np.full(5000, 3), weight=1.0),
         Corpus("often", np.full(9000, 8), 5000, weight=3.0),

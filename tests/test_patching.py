@@ -1,7 +1,5 @@
 """`wlb-megatron patch` on small checkouts: applied once, reverted exactly, refused where the fork differs."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import subprocess
@@ -45,7 +43,7 @@ def write_version(root: Path, version: str) -> None:
 
 
 @pytest.fixture(params=PLACES)
-def checkout(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+def checkout(request, tmp_path):
     """A git repository of just the files that the patches touch, as a version has them, and its version."""
     root = tmp_path / "fork"
     for patch in patches_of(request.param):
@@ -63,9 +61,7 @@ def tree(root: Path) -> dict[str, str]:
     return {str(path.relative_to(root)): path.read_text() for path in files}
 
 
-def test_applied_once_and_reverted_to_the_very_bytes(
-    checkout: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_applied_once_and_reverted_to_the_very_bytes(checkout, capsys):
     original, version = tree(checkout), checkout_version(checkout)
     assert main(["patch", "--check", str(checkout)]) == 0
     assert tree(checkout) == original
@@ -86,9 +82,7 @@ def test_applied_once_and_reverted_to_the_very_bytes(
     assert tree(checkout) == original
 
 
-def test_a_fork_that_differs_in_one_file_is_named_with_its_hunk_and_nothing_is_changed(
-    checkout: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_fork_that_differs_in_one_file_is_named_with_its_hunk_and_nothing_is_changed(checkout, capsys):
     script = checkout / "pretrain_gpt.py"
     script.write_text(script.read_text().replace(MAIN, "if __name__ in ('__main__', 'launched'):\n"))
     original = tree(checkout)
@@ -102,7 +96,7 @@ def test_a_fork_that_differs_in_one_file_is_named_with_its_hunk_and_nothing_is_c
 
 
 @pytest.mark.parametrize("where", ["above", "below", "inside", "instead"])
-def test_a_fork_that_changed_the_lines_around_the_entry_takes_the_patch(where: str, checkout: Path) -> None:
+def test_a_fork_that_changed_the_lines_around_the_entry_takes_the_patch(where, checkout):
     """The calls come first under `__main__`, and nothing else of the file changes."""
     own = {
         "above": ("# line 3\n", "# line 3\nimport fork\nfork.begin()\n"),
@@ -122,7 +116,7 @@ def test_a_fork_that_changed_the_lines_around_the_entry_takes_the_patch(where: s
     assert tree(checkout) == original
 
 
-def test_the_three_way_help_merges_a_fork_that_moved_on_from_a_known_file(checkout: Path) -> None:
+def test_the_three_way_help_merges_a_fork_that_moved_on_from_a_known_file(checkout):
     version = checkout_version(checkout)
     script, patch = checkout / "pretrain_gpt.py", patches_of(version)[0]
     known = before(patch, version)
@@ -140,9 +134,7 @@ def test_the_three_way_help_merges_a_fork_that_moved_on_from_a_known_file(checko
     assert "enable()" in script.read_text() and "a fork's own line" in script.read_text()
 
 
-def test_what_was_merged_by_hand_counts_as_applied_and_is_not_taken_out(
-    checkout: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_was_merged_by_hand_counts_as_applied_and_is_not_taken_out(checkout, capsys):
     assert main(["patch", "--apply", str(checkout)]) == 0
     script = checkout / "pretrain_gpt.py"
     script.write_text(script.read_text().replace(MAIN, "def main():\n"))
@@ -155,7 +147,7 @@ def test_what_was_merged_by_hand_counts_as_applied_and_is_not_taken_out(
     assert tree(checkout) == merged
 
 
-def test_a_half_patched_fork_gets_the_rest(checkout: Path) -> None:
+def test_a_half_patched_fork_gets_the_rest(checkout):
     first, second = patches_of(checkout_version(checkout))
     git_apply(checkout, [second])
     assert [state_of(checkout, patch).applied for patch in (first, second)] == [False, True]
@@ -163,7 +155,7 @@ def test_a_half_patched_fork_gets_the_rest(checkout: Path) -> None:
     assert all(state_of(checkout, patch).applied for patch in (first, second))
 
 
-def test_a_checkout_inside_another_repository_is_patched_too(checkout: Path) -> None:
+def test_a_checkout_inside_another_repository_is_patched_too(checkout):
     subprocess.run(["rm", "-rf", str(checkout / ".git")], check=True)
     subprocess.run(["git", "init", "-q", str(checkout.parent)], check=True)
     (checkout.parent / ".gitignore").write_text("fork/\n")
@@ -171,9 +163,7 @@ def test_a_checkout_inside_another_repository_is_patched_too(checkout: Path) -> 
     assert "enable()" in (checkout / "pretrain_gpt.py").read_text()
 
 
-def test_a_version_older_than_the_patches_and_a_folder_that_is_no_checkout_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_version_older_than_the_patches_and_a_folder_that_is_no_checkout_are_refused(tmp_path, capsys):
     assert main(["patch", "--apply", str(tmp_path)]) == 2
     assert "no Megatron-LM checkout" in capsys.readouterr().err
     info = tmp_path / "megatron" / "core" / "package_info.py"
@@ -186,9 +176,7 @@ def test_a_version_older_than_the_patches_and_a_folder_that_is_no_checkout_are_r
     assert "no patches for megatron-core 0.12.0" in capsys.readouterr().err
 
 
-def test_a_newer_version_takes_the_patches_and_is_told_which_ones_were_tried(
-    checkout: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_newer_version_takes_the_patches_and_is_told_which_ones_were_tried(checkout, capsys):
     write_version(checkout, "0.21.0")
     assert main(["patch", "--apply", str(checkout)]) == 0
     assert (
@@ -196,13 +184,13 @@ def test_a_newer_version_takes_the_patches_and_is_told_which_ones_were_tried(
     )
 
 
-def test_the_patches_name_the_versions_that_the_tests_apply_them_to() -> None:
+def test_the_patches_name_the_versions_that_the_tests_apply_them_to():
     paths = sorted((ROOT / "patches").rglob("*.patch"))
     assert len(paths) == 2
     assert [tried_on(patch) for patch in paths] == [list(PLACES)] * 2
 
 
-def test_a_patch_holds_a_call_and_no_logic() -> None:
+def test_a_patch_holds_a_call_and_no_logic():
     """pretrain_gpt.py always calls, other scripts where a flag asks for it."""
     call = ["from wlb_megatron import enable", "enable()"]
     asked = ["import sys", 'if any(argument.startswith("--wlb-") for argument in sys.argv[1:]):']
@@ -212,7 +200,7 @@ def test_a_patch_holds_a_call_and_no_logic() -> None:
         assert not [line for line in hunks(patch) if line.startswith("-")]
 
 
-def test_patches_of_the_wheels_files_fit_the_installed_wheel(tmp_path: Path) -> None:
+def test_patches_of_the_wheels_files_fit_the_installed_wheel(tmp_path):
     """Those that touch a file of the wheel; scripts/check_patches.sh checks all against a clone."""
     if WHEEL is None or not WHEEL.submodule_search_locations:
         pytest.skip("megatron-core is not installed")
@@ -230,7 +218,7 @@ def test_patches_of_the_wheels_files_fit_the_installed_wheel(tmp_path: Path) -> 
     assert checked
 
 
-def test_git_is_asked_for_where_it_is_missing(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_git_is_asked_for_where_it_is_missing(checkout, monkeypatch):
     monkeypatch.setenv("PATH", "")
     with pytest.raises(WlbError, match="git is needed"):
         state_of(checkout, patches_of(checkout_version(checkout))[0])

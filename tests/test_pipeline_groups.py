@@ -1,7 +1,5 @@
 """Groups of micro-batches whose backwards run last first: their order, their memory, their time."""
 
-from __future__ import annotations
-
 import random
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """Ranks that plan differently are found out, at start and while training."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import re
@@ -102,7 +100,7 @@ def rank_of_three(rank: int, port: int) -> None:
     dist.destroy_process_group()
 
 
-def test_equal_digests_pass_and_one_different_rank_is_named_on_all() -> None:
+def test_equal_digests_pass_and_one_different_rank_is_named_on_all():
     spawn(rank_of_three, (free_port(),), 3)
 
 
@@ -154,11 +152,11 @@ def rank_of_four(rank: int, port: int) -> None:
     dist.destroy_process_group()
 
 
-def test_a_rank_that_cuts_micro_batches_differently_is_named_before_the_first_of_them_is_given_out() -> None:
+def test_a_rank_that_cuts_micro_batches_differently_is_named_before_the_first_of_them_is_given_out():
     spawn(rank_of_four, (free_port(),), 4)
 
 
-def test_digests_of_cuts_tell_segments_order_and_number_of_calls_apart() -> None:
+def test_digests_of_cuts_tell_segments_order_and_number_of_calls_apart():
     rows = np.array([[0, 0, 4], [1, 0, 2]]), np.array([[1, 2, 8]])
     lengths = np.array([4, 8])
     cached = np.array([[0, 0, 4, 0, 1, 4]])
@@ -177,9 +175,7 @@ def test_digests_of_cuts_tell_segments_order_and_number_of_calls_apart() -> None
     )
 
 
-def test_waiting_logs_nothing_however_long_and_ends_when_given_up_or_told(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_waiting_logs_nothing_however_long_and_ends_when_given_up_or_told(capfd):
     """torch logs two lines whenever a wait's time is over: thousands a second, where thousands of ranks wait."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     begin = time.monotonic()
@@ -202,11 +198,11 @@ def limits_of_many_ranks(rank: int) -> None:
         allow_open_files(400, "batches")
 
 
-def test_a_process_is_let_open_a_connection_to_every_rank_or_the_limit_is_named() -> None:
+def test_a_process_is_let_open_a_connection_to_every_rank_or_the_limit_is_named():
     spawn(limits_of_many_ranks, (), 1)
 
 
-def test_plans_that_differ_in_a_prefix_alone_have_other_digests() -> None:
+def test_plans_that_differ_in_a_prefix_alone_have_other_digests():
     digests = set()
     for prefix in (0, 4):
         head, tail = (MicroBatch((piece,), 1) for piece in (Piece(0, 7, 0, 4), Piece(0, 7, 4, 8, prefix)))

@@ -1,7 +1,5 @@
 """What a rank reads of a planned micro-batch: tokens, labels, loss mask and positions, by document and not by value."""
 
-from __future__ import annotations
-
 import errno
 import multiprocessing
 import os
@@ -10,7 +8,7 @@ import subprocess
 import sys
 import threading
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from functools import partial
 from itertools import islice, pairwise
@@ -93,7 +91,7 @@ def loader_of(
     return make_loader(corpus, sampler, layout, **how | more)
 
 
-def test_labels_shift_inside_a_document_before_it_is_cut(tmp_path: Path) -> None:
+def test_labels_shift_inside_a_document_before_it_is_cut(tmp_path):
     """Tokens 0..7 as one document, CP=2: rank 0 holds 0 1 6 7 and predicts 1 2 7 nothing, rank 1 3 4 5 6."""
     corpus = corpus_of(tmp_path, [list(range(8))])
     micro_batch = planned([Piece(0, 0, 0, 8)], 2, "per-document")
@@ -104,7 +102,7 @@ def test_labels_shift_inside_a_document_before_it_is_cut(tmp_path: Path) -> None
     assert second["loss_mask"] == [1, 1, 1, 1]
 
 
-def test_the_last_token_of_a_document_does_not_predict_the_next_document(tmp_path: Path) -> None:
+def test_the_last_token_of_a_document_does_not_predict_the_next_document(tmp_path):
     corpus = corpus_of(tmp_path, [[1, 2, 3], [11, 12, 13]])
     batch = read(corpus, planned([Piece(0, 0, 0, 3), Piece(0, 1, 0, 3)]), 0)
     assert batch["tokens"] == [1, 2, 3, 11, 12, 13]
@@ -114,7 +112,7 @@ def test_the_last_token_of_a_document_does_not_predict_the_next_document(tmp_pat
     assert labels == [2, 3, 12, 13]
 
 
-def test_a_cut_piece_still_predicts_the_token_that_follows_it(tmp_path: Path) -> None:
+def test_a_cut_piece_still_predicts_the_token_that_follows_it(tmp_path):
     corpus = corpus_of(tmp_path, [[1, 2, 3, 4, 5]])
     head, tail = (read(corpus, planned([Piece(0, 0, *ends)]), 0) for ends in ((0, 3), (3, 5)))
     assert (head["labels"], head["loss_mask"]) == ([2, 3, 4], [1, 1, 1])
@@ -132,7 +130,7 @@ def chunked(micro_batches: list[list[Piece]], cp: int, sharding: str) -> list[Pl
     ]
 
 
-def test_a_chunks_last_token_predicts_the_first_of_the_next_and_positions_go_on(tmp_path: Path) -> None:
+def test_a_chunks_last_token_predicts_the_first_of_the_next_and_positions_go_on(tmp_path):
     corpus = corpus_of(tmp_path, [[1, 2, 3, 4, 5, 6], [11, 12]])
     head, middle, tail = chunked(
         [[Piece(0, 0, 0, 3)], [Piece(0, 1, 0, 2), Piece(0, 0, 3, 4, 3)], [Piece(0, 0, 4, 6, 4)]],
@@ -148,9 +146,7 @@ def test_a_chunks_last_token_predicts_the_first_of_the_next_and_positions_go_on(
 @pytest.mark.parametrize("depth", [0, 1, 3])
 @pytest.mark.parametrize("sharding", SHARDINGS)
 @pytest.mark.parametrize("cp", [1, 2, 4])
-def test_chunks_over_ranks_hold_together_what_the_whole_document_does(
-    cp: int, sharding: str, depth: int, tmp_path: Path
-) -> None:
+def test_chunks_over_ranks_hold_together_what_the_whole_document_does(cp, sharding, depth, tmp_path):
     """Tokens, labels, masks and positions of every token, and what they are `depth` tokens later in the document; of a
     part [3, 40) of a document, too, cut from its front and its end."""
     documents = [list(range(100 * d, 100 * d + n)) for d, n in ((1, 41), (2, 30), (3, 7))]
@@ -177,7 +173,7 @@ def test_chunks_over_ranks_hold_together_what_the_whole_document_does(
     assert sorted(held) == sorted(expected)
 
 
-def test_a_step_counts_a_document_in_chunks_as_the_whole_one(tmp_path: Path) -> None:
+def test_a_step_counts_a_document_in_chunks_as_the_whole_one(tmp_path):
     """FLOPs are of tokens and squared lengths: chunk [s, e) has e * e - s * s of these, all together the document's."""
     corpus = corpus_of(tmp_path, [[1] * 50, [2] * 8])
     middle = [Piece(0, 1, 0, 8), Piece(0, 0, 20, 33, 20)]
@@ -190,8 +186,8 @@ def test_a_step_counts_a_document_in_chunks_as_the_whole_one(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(("wild", "at"), [(-7, 2), (50, 2), (50, 6)])
 def test_a_token_id_outside_the_vocabulary_is_an_error_that_names_corpus_document_and_token(
-    wild: int, at: int, tmp_path: Path
-) -> None:
+    wild, at, tmp_path
+):
     """Token 6 is no token of the piece, but the last one's label."""
     document = [49, 0, 1, 2, 3, 4, 5, 6]
     document[at] = wild
@@ -206,7 +202,7 @@ def test_a_token_id_outside_the_vocabulary_is_an_error_that_names_corpus_documen
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_workers_error_ends_the_run_with_its_own_line(workers: int, tmp_path: Path) -> None:
+def test_a_workers_error_ends_the_run_with_its_own_line(workers, tmp_path):
     corpus = corpus_of(tmp_path, [[1, 2], [3, 99]])
     iteration = PlannedIteration((whole(0, 2), whole(1, 2)), {}, b"")
     layout = Layout(0, 1, 8, True, vocabulary=50)
@@ -222,7 +218,7 @@ def test_a_workers_error_ends_the_run_with_its_own_line(workers: int, tmp_path: 
     assert "\n" not in str(refused.value)
 
 
-def test_padding_and_documents_are_told_apart_by_place_and_not_by_token(tmp_path: Path) -> None:
+def test_padding_and_documents_are_told_apart_by_place_and_not_by_token(tmp_path):
     """End of document, padding and ordinary tokens all 0: every token inside a document still counts."""
     corpus = corpus_of(tmp_path, [[0, 0, 0, 0, 0], [0, 0]])
     micro_batch = planned([Piece(0, 0, 0, 5), Piece(0, 1, 0, 2)], 4, "per-document")
@@ -237,9 +233,7 @@ def test_padding_and_documents_are_told_apart_by_place_and_not_by_token(tmp_path
     cp=st.sampled_from([1, 2, 3, 4]),
     sharding=st.sampled_from(SHARDINGS),
 )
-def test_ranks_together_hold_what_one_document_at_a_time_gives(
-    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], cp: int, sharding: str
-) -> None:
+def test_ranks_together_hold_what_one_document_at_a_time_gives(tmp_path_factory, lengths, cp, sharding):
     generator = np.random.default_rng(len(lengths))
     documents = [generator.integers(0, 3, length).tolist() for length in lengths]
     corpus = corpus_of(tmp_path_factory.mktemp("corpus"), documents)
@@ -263,7 +257,7 @@ def test_ranks_together_hold_what_one_document_at_a_time_gives(
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_workers_read_ahead_without_changing_order_or_state(workers: int, tmp_path: Path) -> None:
+def test_workers_read_ahead_without_changing_order_or_state(workers, tmp_path):
     """What was prefetched is not what was trained: the sampler passes each iteration with its own state."""
     corpus = corpus_of(tmp_path, [[d] * 4 for d in range(12)])
 
@@ -281,7 +275,7 @@ def test_workers_read_ahead_without_changing_order_or_state(workers: int, tmp_pa
     assert {i: p.state()["iteration"] for i, p in sampler.passed.items()} == {i: i + 1 for i in range(6)}
 
 
-def test_a_step_draws_the_next_ones_micro_batches_and_leaves_an_error_to_it() -> None:
+def test_a_step_draws_the_next_ones_micro_batches_and_leaves_an_error_to_it():
     drawn = []
 
     def stream() -> Iterator[dict[str, Any]]:
@@ -290,7 +284,7 @@ def test_a_step_draws_the_next_ones_micro_batches_and_leaves_an_error_to_it() ->
             yield {"number": number}
         raise ValueError("no more plans")
 
-    iterator = MicroBatchIterator(stream())  # type: ignore[arg-type]
+    iterator = MicroBatchIterator(stream())
     assert [next(iterator)["number"] for _ in range(2)] == drawn == [0, 1]
     iterator.draw_ahead(2)
     assert drawn == [0, 1, 2, 3]
@@ -303,7 +297,7 @@ def test_a_step_draws_the_next_ones_micro_batches_and_leaves_an_error_to_it() ->
         next(iterator)
 
 
-def test_after_an_error_nothing_more_is_drawn() -> None:
+def test_after_an_error_nothing_more_is_drawn():
     """A loader whose worker died would wait again, and go on with another worker's micro-batch."""
     asked: list[int] = []
 
@@ -317,7 +311,7 @@ def test_after_an_error_nothing_more_is_drawn() -> None:
                 raise RuntimeError("a worker is gone")
             return {"number": len(asked)}
 
-    iterator = MicroBatchIterator(Loader())  # type: ignore[arg-type]
+    iterator = MicroBatchIterator(Loader())
     for count in (2, 3, 4):
         iterator.draw_ahead(count)
     assert len(asked) == 2 and next(iterator)["number"] == 1
@@ -325,7 +319,7 @@ def test_after_an_error_nothing_more_is_drawn() -> None:
         next(iterator)
 
 
-def test_the_next_steps_micro_batches_are_drawn_from_a_steps_second_on() -> None:
+def test_the_next_steps_micro_batches_are_drawn_from_a_steps_second_on():
     from wlb_megatron.plugin.step.pipeline_shapes import _drawn
 
     due: list[int] = []
@@ -334,20 +328,20 @@ def test_the_next_steps_micro_batches_are_drawn_from_a_steps_second_on() -> None
     assert list(_drawn("ab")) == ["a", "b"]
 
 
-def test_every_evaluation_begins_at_the_sets_beginning_also_where_the_set_is_smaller() -> None:
+def test_every_evaluation_begins_at_the_sets_beginning_also_where_the_set_is_smaller():
     for iterations, expected in (
         (4, [0, 1, 2, 0, 0, 1, 2, 0, 0]),
         (2, [0, 1, 0, 1]),
         (3, [0, 1, 2, 0]),
         (None, [0, 1, 2, 0]),
     ):
-        again = RepeatedIterations(iter([0, 1, 2]), iterations)  # type: ignore[arg-type]
+        again = RepeatedIterations(iter([0, 1, 2]), iterations)
         assert list(again) == []
         again.started = True
         assert [*islice(again, len(expected))] == expected
 
 
-def test_an_evaluations_iterations_are_planned_when_the_first_evaluation_comes_to_them() -> None:
+def test_an_evaluations_iterations_are_planned_when_the_first_evaluation_comes_to_them():
     planned: list[int] = []
 
     def plans() -> Iterator[int]:
@@ -355,22 +349,20 @@ def test_an_evaluations_iterations_are_planned_when_the_first_evaluation_comes_t
             planned.append(at)
             yield at
 
-    again = RepeatedIterations(plans(), 4)  # type: ignore[arg-type]
+    again = RepeatedIterations(plans(), 4)
     again.started = True
     evaluation = iter(again)
     assert planned == []
     assert [next(evaluation), next(evaluation)] == planned == [0, 1]
     assert [*islice(evaluation, 6)] == [2, 3, 0, 1, 2, 3] and planned == [0, 1, 2, 3]
-    whole = RepeatedIterations(plans(), None)  # type: ignore[arg-type]
+    whole = RepeatedIterations(plans(), None)
     whole.started = True
     assert next(iter(whole)) == 0 and planned[4:] == [0]
     assert len(whole) == len(whole) == 5 and [*islice(whole, 6)] == [0, 1, 2, 3, 4, 0]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_loaders_workers_are_there_before_anything_is_planned_for_evaluation(
-    workers: int, tmp_path: Path
-) -> None:
+def test_a_loaders_workers_are_there_before_anything_is_planned_for_evaluation(workers, tmp_path):
     corpus = corpus_of(tmp_path, [[d] * 4 for d in range(3)])
     made: list[int] = []
 
@@ -384,7 +376,7 @@ def test_a_loaders_workers_are_there_before_anything_is_planned_for_evaluation(
     iterator = EvaluationIterator(loader, again)
     processes = [worker.pid for worker in getattr(iterator._iterator, "_workers", [])]
     assert made == [] and len(processes) == workers
-    drawn = [int(batch.held.tokens[0, 0]) for batch in islice(iterator, 9)]  # type: ignore[union-attr]
+    drawn = [int(batch.held.tokens[0, 0]) for batch in islice(iterator, 9)]
     assert drawn == [0, 1, 2, 0, 0, 1, 2, 0, 0] and made == [0, 1, 2]
     assert processes == [worker.pid for worker in getattr(iterator._iterator, "_workers", [])]
     iterator.close()
@@ -407,9 +399,7 @@ def no_semaphore(*_: object, **__: object) -> None:
         ("multiprocessing.synchronize.SemLock.__init__", no_semaphore),  # before there are workers
     ],
 )
-def test_a_full_dev_shm_ends_the_run_with_the_cure(
-    place: str, fails: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_dev_shm_ends_the_run_with_the_cure(place, fails, tmp_path, monkeypatch):
     iteration = PlannedIteration((whole(0, 3),), dict, b"")
     loader = loader_of(corpus_of(tmp_path, [[1, 2, 3]]), MicroBatchSampler([iteration]), prefetched=1)
     monkeypatch.setattr(place, fails)
@@ -420,25 +410,23 @@ def test_a_full_dev_shm_ends_the_run_with_the_cure(
     assert len(str(refused.value).splitlines()) == 1
 
 
-def test_an_error_while_planning_is_raised_where_the_plan_is_asked_for() -> None:
+def test_an_error_while_planning_is_raised_where_the_plan_is_asked_for():
     def broken() -> object:
         raise ValueError("no such plan")
         yield
 
     with pytest.raises(ValueError, match="no such plan"):
-        list(PlanAhead(broken, depth=1))  # type: ignore[arg-type]
+        list(PlanAhead(broken, depth=1))
 
 
-def test_a_stage_that_needs_no_tokens_reads_none(tmp_path: Path) -> None:
+def test_a_stage_that_needs_no_tokens_reads_none(tmp_path):
     corpus = corpus_of(tmp_path, [[1, 2]])
     batch = PackedDocuments(corpus, Layout(0, 1, 8, False))[whole(0, 2)]
     tensors = [field.name for field in fields(batch) if torch.is_tensor(getattr(batch, field.name))]
     assert batch.held is None and tensors == ["bounds"] and batch.bounds.tolist() == [0, 2]
 
 
-def test_the_loader_pins_every_tensor_of_a_micro_batch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_loader_pins_every_tensor_of_a_micro_batch(tmp_path, monkeypatch):
     """Else copies to the GPU wait. A stand-in for pinned memory, which needs a GPU: the tensors that it gave."""
     from torch.utils.data._utils.pin_memory import pin_memory
 
@@ -464,14 +452,14 @@ def test_the_loader_pins_every_tensor_of_a_micro_batch(
     assert pinned.planned is loaded.planned and pinned.held.predicted == 2.0
 
 
-def test_workers_outlive_the_signal_that_tells_the_trainer_to_save_and_exit(tmp_path: Path) -> None:
+def test_workers_outlive_the_signal_that_tells_the_trainer_to_save_and_exit(tmp_path):
     """A scheduler signals every process of a job; a worker that dies of it fails the trainer's next read."""
     corpus = corpus_of(tmp_path, [[d] * 4 for d in range(8)])
     items = [[whole(d)] for d in range(8)]
     loader = loader_of(corpus, items, prefetched=2, ignored_signal=signal.SIGTERM)
     batches = iter(loader)
     assert next(batches).held.tokens[0, 0] == 0
-    (worker,) = batches._workers  # type: ignore[attr-defined]
+    (worker,) = batches._workers
     os.kill(worker.pid, signal.SIGTERM)
     assert [int(batch.held.tokens[0, 0]) for batch in batches] == list(range(1, 8))
 
@@ -482,7 +470,7 @@ def files_of_tensors() -> set[str]:
     return {link for link in links if "/torch_" in link}
 
 
-def test_files_of_two_iterations_of_many_micro_batches_a_window_are_counted(tmp_path: Path) -> None:
+def test_files_of_two_iterations_of_many_micro_batches_a_window_are_counted(tmp_path):
     """A window in eight micro-batches: those that train and those drawn ahead are held, others are read meanwhile.
 
     By name: files of earlier tests may be closed meanwhile, when what holds them is collected.
@@ -500,25 +488,21 @@ def test_files_of_two_iterations_of_many_micro_batches_a_window_are_counted(tmp_
     assert (read_ahead(4, 4), files_of_workers(4, 4)) == (8, 7 * 16)
 
 
-def test_closing_ends_a_worker_that_ignores_the_signal_and_is_stuck_in_a_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_closing_ends_a_worker_that_ignores_the_signal_and_is_stuck_in_a_read(tmp_path, monkeypatch):
     corpus = corpus_of(tmp_path, [[d] * 4 for d in range(8)])
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.2)
     reading = multiprocessing.Event()
     monkeypatch.setattr(corpus, "read", lambda *_: (reading.set(), threading.Event().wait()))
     items = [[whole(d)] for d in range(8)]
     iterator = MicroBatchIterator(loader_of(corpus, items, prefetched=2, ignored_signal=signal.SIGTERM))
-    (worker,) = iterator._iterator._workers  # type: ignore[attr-defined]
+    (worker,) = iterator._iterator._workers
     assert reading.wait(30)
     iterator.close()
     worker.join(10)
     assert worker.exitcode == -signal.SIGKILL
 
 
-def test_reading_a_long_micro_batch_takes_memory_for_its_tokens_and_no_mask_of_their_square(
-    tmp_path: Path,
-) -> None:
+def test_reading_a_long_micro_batch_takes_memory_for_its_tokens_and_no_mask_of_their_square(tmp_path):
     """128K tokens: token, label and position of 8 bytes, a mask of 4; S x S of one bit would be 2 GiB."""
     tokens = 131072
     corpus = corpus_of(tmp_path, [[7] * (tokens // 2), [8] * (tokens // 4), [9] * (tokens // 4)])
@@ -532,7 +516,7 @@ def test_reading_a_long_micro_batch_takes_memory_for_its_tokens_and_no_mask_of_t
     assert peak < 100 * tokens
 
 
-def test_flops_are_told_by_document_and_without_padding(tmp_path: Path) -> None:
+def test_flops_are_told_by_document_and_without_padding(tmp_path):
     """What Megatron sums squares of: 8 documents of 512 are an eighth of one of 4,096; 3 tokens of padding none."""
     corpus = corpus_of(tmp_path, [[1] * 4096, *([2] * 512 for _ in range(8)), [3] * 5])
     layout = Layout(0, 1, 8, False)
@@ -546,7 +530,7 @@ def test_flops_are_told_by_document_and_without_padding(tmp_path: Path) -> None:
     assert squares([Piece(0, 9, 0, 5)]) == 25
 
 
-def test_documents_without_a_token_in_the_files_are_passed_over_and_counted(tmp_path: Path) -> None:
+def test_documents_without_a_token_in_the_files_are_passed_over_and_counted(tmp_path):
     corpus = corpus_of(tmp_path, [[], [1, 2, 3], [], [4], []])
     stream = DocumentStream(corpus.corpora(), Rules(window=8))
     planner = Planner(
@@ -598,6 +582,6 @@ raise RuntimeError("of this rank")
 """
 
 
-def test_a_rank_that_fails_ends_though_its_planning_waits_for_others() -> None:
+def test_a_rank_that_fails_ends_though_its_planning_waits_for_others():
     ended = subprocess.run([sys.executable, "-c", FAILS], capture_output=True, text=True, timeout=30)
     assert ended.returncode == 1 and "of this rank" in ended.stderr

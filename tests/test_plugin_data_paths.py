@@ -1,10 +1,7 @@
 """Which corpora a part draws from, by each of Megatron's data flags, against Megatron's own reading of them."""
 
-from __future__ import annotations
-
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +14,7 @@ PARTS = ("train", "valid", "test")
 
 
 @pytest.fixture(scope="module")
-def prefixes(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def prefixes(tmp_path_factory):
     """Three corpora of 10, 20 and 30 documents."""
     folder = tmp_path_factory.mktemp("corpora")
     for name, count in (("a", 10), ("b", 20), ("c", 30)):
@@ -47,9 +44,7 @@ def check(args: argparse.Namespace, part: str) -> None:
     assert (blend_and_corpora[0].paths, blend_and_corpora[0].weights) == (paths, weights)
 
 
-def test_data_path_and_the_same_text_in_a_file_are_one_blend_cut_by_split(
-    prefixes: list[str], tmp_path: Path
-) -> None:
+def test_data_path_and_the_same_text_in_a_file_are_one_blend_cut_by_split(prefixes, tmp_path):
     text = f"0.3 {prefixes[0]}\n0.7 {prefixes[1]}\n"
     (tmp_path / "blend.txt").write_text(text)
     for args in (
@@ -65,7 +60,7 @@ def test_data_path_and_the_same_text_in_a_file_are_one_blend_cut_by_split(
             )
 
 
-def test_parts_of_the_same_files_share_what_was_read_of_them(prefixes: list[str]) -> None:
+def test_parts_of_the_same_files_share_what_was_read_of_them(prefixes):
     opened: dict[Any, Any] = {}
     args = arguments(data_path=prefixes, split="80,10,10")
     parts = [documents(DataPaths.of(args), part, opened) for part in PARTS]
@@ -74,10 +69,10 @@ def test_parts_of_the_same_files_share_what_was_read_of_them(prefixes: list[str]
     assert [documents(DataPaths.of(apart), part, opened)[0].paths for part in PARTS[:2]] == [
         prefixes[:1],
         prefixes[1:],
-    ]  # type: ignore[index]
+    ]
 
 
-def test_parts_with_paths_of_their_own_are_taken_whole(prefixes: list[str], tmp_path: Path) -> None:
+def test_parts_with_paths_of_their_own_are_taken_whole(prefixes, tmp_path):
     a, b, c = prefixes
     parts = {"train": ["1", a, "3", b], "valid": [c], "test": [b]}
     (tmp_path / "lists.json").write_text(json.dumps(parts))
@@ -96,7 +91,7 @@ def test_parts_with_paths_of_their_own_are_taken_whole(prefixes: list[str], tmp_
             )
 
 
-def test_a_part_without_documents_is_none(prefixes: list[str], tmp_path: Path) -> None:
+def test_a_part_without_documents_is_none(prefixes, tmp_path):
     (tmp_path / "parts.json").write_text(json.dumps({"train": [prefixes[0]], "valid": None}))
     only_train = arguments(per_split_data_args_path=str(tmp_path / "parts.json"))
     assert documents(DataPaths.of(only_train), "train") and not documents(DataPaths.of(only_train), "valid")
@@ -115,9 +110,7 @@ def test_a_part_without_documents_is_none(prefixes: list[str], tmp_path: Path) -
         ('{"train": ["nowhere"]}', "cannot read index"),
     ],
 )
-def test_a_file_of_parts_that_cannot_be_used_is_one_line(
-    text: str | None, words: str, tmp_path: Path
-) -> None:
+def test_a_file_of_parts_that_cannot_be_used_is_one_line(text, words, tmp_path):
     if text is not None:
         (tmp_path / "parts.json").write_text(text)
     with pytest.raises(WlbError, match=words) as error:

@@ -1,7 +1,5 @@
 """Losses of a step in groups: made right before the backward, with the values and gradients of the forward's."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from types import SimpleNamespace
@@ -46,7 +44,7 @@ class Model(torch.nn.Module):
 
 
 @pytest.fixture
-def model(monkeypatch: pytest.MonkeyPatch) -> Model:
+def model(monkeypatch):
     monkeypatch.setattr(Model, "_postprocess", wrap_postprocess(Model._postprocess))
     return Model()
 
@@ -71,7 +69,7 @@ def backward(_: Any, output: Any, gradient: Any, config: Any) -> Any:
     (loss * config.scale).backward()
 
 
-def test_value_and_gradients_are_those_of_the_forward_and_no_logits_wait(model: Model) -> None:
+def test_value_and_gradients_are_those_of_the_forward_and_no_logits_wait(model):
     batches = torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(2))
     expected = [sum_of_losses(model(batch)) for batch in batches]
     for loss, _, _ in expected:
@@ -106,9 +104,7 @@ def test_value_and_gradients_are_those_of_the_forward_and_no_logits_wait(model: 
         torch.testing.assert_close(parameter.grad, gradient)
 
 
-def test_a_forward_outside_of_such_a_step_or_without_gradients_or_on_an_earlier_stage_is_megatrons_own(
-    model: Model,
-) -> None:
+def test_a_forward_outside_of_such_a_step_or_without_gradients_or_on_an_earlier_stage_is_megatrons_own(model):
     tokens = torch.randn(4, 8)
     with torch.no_grad(), deferring(True, CONFIG, 0):
         assert deferred_of(model(tokens)) is None
@@ -123,7 +119,7 @@ def test_a_forward_outside_of_such_a_step_or_without_gradients_or_on_an_earlier_
     assert deferred_of(model(tokens)) is None and len(model.made) == 4
 
 
-def test_losses_of_a_model_that_may_change_them_are_not_deferred(capsys: pytest.CaptureFixture[str]) -> None:
+def test_losses_of_a_model_that_may_change_them_are_not_deferred(capsys):
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.models.hybrid.hybrid_model import HybridModel
 
@@ -176,7 +172,7 @@ SEEN = {
 
 
 @pytest.mark.parametrize("what", SEEN)
-def test_losses_on_whose_way_something_may_read_or_change_them_are_not_deferred(what: str) -> None:
+def test_losses_on_whose_way_something_may_read_or_change_them_are_not_deferred(what):
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     model, outer = GPTModel.__new__(GPTModel), torch.nn.Module()
@@ -192,9 +188,7 @@ def test_losses_on_whose_way_something_may_read_or_change_them_are_not_deferred(
     [lambda x: x * 1.0, lambda x: x.mul_(1), lambda x: [x], lambda x: None],
     ids=["another tensor", "in place", "in a list", "nothing"],
 )
-def test_an_output_that_was_changed_after_the_forward_ends_the_job_with_a_cure(
-    change: Any, model: Model
-) -> None:
+def test_an_output_that_was_changed_after_the_forward_ends_the_job_with_a_cure(change, model):
     with (
         pytest.raises(RefusedHere, match=r"was changed after its forward.*--wlb-chunks off"),
         deferring(True, CONFIG, 2),
@@ -205,17 +199,17 @@ def test_an_output_that_was_changed_after_the_forward_ends_the_job_with_a_cure(
 
 
 @pytest.mark.parametrize(("begun", "run"), [(0, 0), (1, 1), (2, 1)])
-def test_a_step_with_fewer_losses_than_micro_batches_is_an_error(begun: int, run: int, model: Model) -> None:
+def test_a_step_with_fewer_losses_than_micro_batches_is_an_error(begun, run, model):
     says = f"of 2 micro-batches {begun} have begun their losses and {run} run them"
     with pytest.raises(RefusedHere, match=says), deferring(True, CONFIG, 2):
         outputs = [model(torch.randn(4, 8)) for _ in range(begun)]
         for output in outputs:
-            deferred_of(output).begin(sum_of_losses, output)  # type: ignore[union-attr]
+            deferred_of(output).begin(sum_of_losses, output)
         for output in outputs[:run]:
             wrap_backward_step(backward)(None, output, None, SimpleNamespace(scale=1.0, timers=None))
 
 
-def test_a_backward_before_the_forwards_end_is_an_error(model: Model) -> None:
+def test_a_backward_before_the_forwards_end_is_an_error(model):
     step = wrap_backward_step(backward)
     with (
         pytest.raises(RuntimeError, match="before the end of its forward"),

@@ -1,7 +1,5 @@
 """Flags, refusals and bad input at the entry: one clear line, a non-zero exit, nothing written."""
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 import sys
@@ -37,7 +35,7 @@ sft-assistant-only sft-drop-tools sft-mask-data sft-skip-bad-lines sharding solv
 trace trace-iteration train-epochs world-size"""
 
 
-def test_the_list_of_flags_is_frozen() -> None:
+def test_the_list_of_flags_is_frozen():
     parser = add_arguments(argparse.ArgumentParser())
     option_strings = sorted(
         flag
@@ -48,21 +46,19 @@ def test_the_list_of_flags_is_frozen() -> None:
     assert option_strings == [f"--wlb-{name}" for name in FLAGS.split()]
 
 
-def test_no_flags_give_the_defaults_of_the_dataclass() -> None:
+def test_no_flags_give_the_defaults_of_the_dataclass():
     args = add_arguments(argparse.ArgumentParser()).parse_args([])
     assert config_from_args(args) == WlbConfig()
 
 
-def test_every_flag_says_its_unit_or_choices_and_default() -> None:
+def test_every_flag_says_its_unit_or_choices_and_default():
     text = " ".join(add_arguments(argparse.ArgumentParser()).format_help().split())
     for setting in fields(WlbConfig):
         if isinstance(setting.default, str | int | float) and setting.default is not False:
             assert f"(default: {setting.default})" in text, setting.name
 
 
-def test_help_is_shown_where_megatrons_own_text_cannot_be_printed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help_is_shown_where_megatrons_own_text_cannot_be_printed(monkeypatch, capsys):
     def parse_args(extra: Callable[[Any], Any], ignore_unknown_args: bool) -> argparse.Namespace:
         parser = argparse.ArgumentParser()
         parser.add_argument("--factor", help="(e.g. 1.10 = 10%).")
@@ -104,12 +100,12 @@ REFUSED = dict.fromkeys(SWITCHES.split(), True) | {
 """One argument a row of the table."""
 
 
-def test_what_is_handled_is_not_refused() -> None:
+def test_what_is_handled_is_not_refused():
     refuse_unsupported(Megatron(), WlbConfig())
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_built_is_refused_with_the_flag_and_a_cure(name: str) -> None:
+def test_what_is_not_built_is_refused_with_the_flag_and_a_cure(name):
     with pytest.raises(Refused) as refused:
         refuse_unsupported(Megatron(**{name: REFUSED[name]}), WlbConfig())
     (line,) = str(refused.value).splitlines()
@@ -147,7 +143,7 @@ TOGETHER: list[dict[str, object]] = [
 
 
 @pytest.mark.parametrize("arguments", TOGETHER)
-def test_arguments_that_are_refused_together_get_one_line_with_a_cure(arguments: dict[str, object]) -> None:
+def test_arguments_that_are_refused_together_get_one_line_with_a_cure(arguments):
     (line,) = refusals_of(Megatron(**arguments), WlbConfig())
     assert line.startswith("wlb_megatron: error: --") and ": " in line
 
@@ -171,9 +167,7 @@ TP2 = {"tensor_model_parallel_size": 2}
         ({**FLEX, "moe_paged_stash": True}, "fixed", True),
     ],
 )
-def test_experts_tokens_are_gathered_where_ranks_hold_equally_many(
-    arguments: dict[str, object], cp_mode: str, refused: bool
-) -> None:
+def test_experts_tokens_are_gathered_where_ranks_hold_equally_many(arguments, cp_mode, refused):
     assert bool(refusals_of(Megatron(**arguments), WlbConfig(cp_mode=cp_mode))) == refused
 
 
@@ -184,9 +178,7 @@ GROWING: list[dict[str, object]] = [
 
 
 @pytest.mark.parametrize("growing", GROWING)
-def test_batches_that_grow_are_refused_where_the_learning_rate_counts_iterations(
-    growing: dict[str, object],
-) -> None:
+def test_batches_that_grow_are_refused_where_the_learning_rate_counts_iterations(growing):
     assert not refusals_of(Megatron(**growing, train_samples=100), WlbConfig())
     assert not refusals_of(Megatron(**growing, train_iters=9, skip_train=True), WlbConfig())
     (line,) = refusals_of(Megatron(**growing, train_iters=9), WlbConfig())
@@ -213,11 +205,9 @@ SETTINGS_REFUSED = [
 
 
 @pytest.mark.parametrize(("arguments", "settings"), SETTINGS_REFUSED)
-def test_settings_that_do_not_fit_are_refused_with_a_cure(
-    arguments: dict[str, object], settings: dict[str, object]
-) -> None:
+def test_settings_that_do_not_fit_are_refused_with_a_cure(arguments, settings):
     without = refusals_of(Megatron(**arguments), WlbConfig())
-    refusals = refusals_of(Megatron(**arguments), WlbConfig(**settings))  # type: ignore[arg-type]
+    refusals = refusals_of(Megatron(**arguments), WlbConfig(**settings))
     (line,) = [line for line in refusals if line not in without]
     assert line.startswith("wlb_megatron: error: --wlb-") and ": " in line
 
@@ -231,9 +221,7 @@ def test_settings_that_do_not_fit_are_refused_with_a_cure(
         ({"moe_router_load_balancing_type": "none", "moe_z_loss_coeff": 0.001}, True),
     ],
 )
-def test_experts_with_dynamic_groups_have_no_loss_of_their_routers(
-    losses: dict[str, object], refused: bool
-) -> None:
+def test_experts_with_dynamic_groups_have_no_loss_of_their_routers(losses, refused):
     assert bool(refusals_of(Megatron(**ALLTOALL, **losses), WlbConfig(cp_mode="dynamic"))) == refused
 
 
@@ -245,12 +233,12 @@ def refusals_of(args: argparse.Namespace, config: WlbConfig) -> list[str]:
     return []
 
 
-def test_every_refusal_has_a_test() -> None:
+def test_every_refusal_has_a_test():
     growing = 1  # a row that is tried with each way of growing batches
     assert len(REFUSALS) == len(REFUSED) + len(TOGETHER) + len(SETTINGS_REFUSED) + growing
 
 
-def test_apex_from_pypi_is_refused_before_megatron_is_imported(tmp_path: Path) -> None:
+def test_apex_from_pypi_is_refused_before_megatron_is_imported(tmp_path):
     (tmp_path / "apex").mkdir()
     (tmp_path / "apex" / "__init__.py").write_text("raise RuntimeError('imported')")
     environment = cpu_environment()
@@ -299,7 +287,7 @@ BAD_INPUT = {
 
 @pytest.mark.megatron
 @pytest.mark.parametrize("case", BAD_INPUT)
-def test_bad_input_gets_one_line_and_leaves_nothing(case: str, corpus: Path, tmp_path: Path) -> None:
+def test_bad_input_gets_one_line_and_leaves_nothing(case, corpus, tmp_path):
     make, words = BAD_INPUT[case]
     made, written = tmp_path / "made", tmp_path / "written"
     made.mkdir()
@@ -315,7 +303,7 @@ def test_bad_input_gets_one_line_and_leaves_nothing(case: str, corpus: Path, tmp
 
 
 @pytest.mark.megatron
-def test_from_bin_and_idx_to_optimizer_steps_through_the_command_a_user_types(corpus: Path) -> None:
+def test_from_bin_and_idx_to_optimizer_steps_through_the_command_a_user_types(corpus):
     """E12: nothing built by hand. Two processes, CP=2; the loss falls on a corpus of one repeated token."""
     prefix = corpus.with_name("repeated")
     rewrite_corpus(prefix, [np.full(length, 7, dtype=np.int32) for length in LENGTHS])
@@ -328,7 +316,7 @@ def test_from_bin_and_idx_to_optimizer_steps_through_the_command_a_user_types(co
 
 
 @pytest.mark.megatron
-def test_the_launcher_describes_every_replaced_symbol() -> None:
+def test_the_launcher_describes_every_replaced_symbol():
     done = forked_ranks.run(["-m", "wlb_megatron.launch"], ["--describe"], 1, cpu_environment(), timeout=60)
     assert done.returncode == 0, done.stderr
     symbols = "parse_args validate_args pretrain get_forward_backward_func _communicate_shapes"
@@ -337,7 +325,7 @@ def test_the_launcher_describes_every_replaced_symbol() -> None:
 
 
 @pytest.mark.megatron
-def test_hooks_install_once_and_name_a_missing_symbol(tmp_path: Path) -> None:
+def test_hooks_install_once_and_name_a_missing_symbol(tmp_path):
     """E13: installing twice wraps once; a symbol that moved is an error with its name and the version."""
     script = """
 import megatron.training.arguments as arguments

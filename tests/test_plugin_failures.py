@@ -1,7 +1,5 @@
 """A rank that cannot go on tells the others, which would end with a stack of a lost connection."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path
@@ -24,10 +22,10 @@ class Loader:
     def __init__(self, error: Exception) -> None:
         self.error = error
 
-    def __iter__(self) -> Loader:
+    def __iter__(self):
         return self
 
-    def __next__(self) -> None:
+    def __next__(self):
         raise self.error
 
 
@@ -36,7 +34,7 @@ def one_of_two(rank: int, port: int, out: Path, failing: int) -> None:
     stores.share_failures()
     if rank == failing:
         with pytest.raises(RefusedHere, match=r"^wlb_megatron: error: the disk is gone$"):
-            next(MicroBatchIterator(Loader(WlbError("the disk is gone"))))  # type: ignore[arg-type]
+            next(MicroBatchIterator(Loader(WlbError("the disk is gone"))))
         os._exit(0)
     with pytest.raises(RefusedHere) as refused:
         stores.with_others_lines(lambda: dist.all_reduce(torch.ones(1)))
@@ -51,9 +49,7 @@ def one_of_two(rank: int, port: int, out: Path, failing: int) -> None:
         (0, r"^wlb_megatron: error: the process that serves torch's store has ended \(rank 0, "),
     ],
 )
-def test_the_other_ranks_end_with_the_line_of_the_one_that_failed(
-    failing: int, line: str, tmp_path: Path
-) -> None:
+def test_the_other_ranks_end_with_the_line_of_the_one_that_failed(failing, line, tmp_path):
     spawn(one_of_two, (free_port(), tmp_path, failing), 2)
     assert re.search(line, (tmp_path / "line").read_text())
 
@@ -69,5 +65,5 @@ def an_own_error(rank: int, port: int) -> None:
         stores.with_others_lines(fails)
 
 
-def test_a_ranks_own_error_keeps_its_stack() -> None:
+def test_a_ranks_own_error_keeps_its_stack():
     spawn(an_own_error, (free_port(),), 1)

@@ -1,10 +1,7 @@
 """FLOPs of a step's documents on releases whose Megatron counts whole windows."""
 
-from __future__ import annotations
-
 import argparse
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +13,7 @@ WINDOW = 64
 
 
 @pytest.fixture()
-def counted(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
+def counted(monkeypatch):
     """The module as if Megatron could not count segments, on one rank; and a formula like Megatron's."""
     from wlb_megatron.plugin.logs import flops
 
@@ -31,9 +28,7 @@ def bounds(*lengths: int) -> torch.Tensor:
     return torch.tensor([0, *lengths]).cumsum(0)
 
 
-def test_documents_count_by_their_own_squares_and_the_log_finds_the_step_that_the_loop_counted(
-    counted,
-) -> None:
+def test_documents_count_by_their_own_squares_and_the_log_finds_the_step_that_the_loop_counted(counted):
     """F13: eight documents of 8 tokens are an eighth of the attention of one of 64. Steps do not add up."""
     flops, count = counted
     args = argparse.Namespace(seq_length=WINDOW)
@@ -46,19 +41,17 @@ def test_documents_count_by_their_own_squares_and_the_log_finds_the_step_that_th
 
 
 @pytest.mark.parametrize("release", ["0.17", "0.19"])
-def test_throughput_is_of_all_iterations_since_the_last_line(
-    release: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_throughput_is_of_all_iterations_since_the_last_line(release, monkeypatch):
     """The interval that Megatron's own timer has, which the line after the first iteration does not end."""
     from wlb_megatron.plugin.logs import flops
 
     totals: list[tuple[float, float]] = []
     monkeypatch.setattr(flops, "get_args", lambda: argparse.Namespace(log_interval=3))
 
-    def log_of_17(loss, iteration, is_first_iteration=False):  # type: ignore[no-untyped-def]
+    def log_of_17(loss, iteration, is_first_iteration=False):
         totals.append(part(flops.SegmentCounts).step)
 
-    def log_of_19(  # type: ignore[no-untyped-def]
+    def log_of_19(
         loss,
         iteration,
         is_first_iteration=False,
@@ -76,9 +69,7 @@ def test_throughput_is_of_all_iterations_since_the_last_line(
     assert [totals[at] for at in (0, 2, 5)] == [(10, 100), (20, 200), (50, 500)]
 
 
-def test_the_operations_of_the_last_iteration_are_told_where_the_log_has_taken_the_mean(  # type: ignore[no-untyped-def]
-    counted, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_operations_of_the_last_iteration_are_told_where_the_log_has_taken_the_mean(counted, monkeypatch):
     """Before 0.18, where Megatron's count reads the step that is noted."""
     flops, count = counted
     args = argparse.Namespace(seq_length=WINDOW, log_interval=2)
@@ -120,7 +111,7 @@ pretrain_gpt.main()
 
 
 @pytest.mark.megatron
-def test_a_run_logs_the_flops_of_the_mean_iteration(corpus: Path, tmp_path: Path) -> None:
+def test_a_run_logs_the_flops_of_the_mean_iteration(corpus, tmp_path):
     run = f"--data-path {corpus} --split 1,0,0 --global-batch-size 2 --train-iters 6 --log-interval 3"
     done = run_script(SCRIPT, flags(run), tmp_path)
     assert done.returncode == 0, failure(done)
@@ -135,7 +126,7 @@ def test_a_run_logs_the_flops_of_the_mean_iteration(corpus: Path, tmp_path: Path
     assert rest[3] == pytest.approx(sum(rest[:3]) / 3, rel=1e-9) and len(set(rest[:3])) > 1
 
 
-def test_megatrons_straggler_detector_gets_the_times_of_our_forwards() -> None:
+def test_megatrons_straggler_detector_gets_the_times_of_our_forwards():
     """--log-straggler: one detector a process, which Megatron configures and reports."""
     from megatron.training import training
 

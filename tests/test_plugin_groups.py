@@ -1,7 +1,5 @@
 """Steps in groups as Megatron's loops see them: which tensors a backward gets, and that nothing of a step stays."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import inspect
@@ -89,7 +87,7 @@ class Loop:
 
 
 @pytest.fixture
-def stages(monkeypatch: pytest.MonkeyPatch) -> Any:
+def stages(monkeypatch):
     from megatron.core import parallel_state
 
     def of(count: int) -> None:
@@ -104,9 +102,7 @@ def _names(order: Any) -> list[str]:
 
 @pytest.mark.parametrize("sizes", [(1, 3, 2), (6,), (2, 1, 1, 2)])
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_megatrons_loop_runs_the_order_that_was_planned(
-    stage: int, sizes: tuple[int, ...], stages: Any
-) -> None:
+def test_megatrons_loop_runs_the_order_that_was_planned(stage, sizes, stages):
     stages(3)
     loop = Loop(stage, 3, 6)
     with grouped_steps.running(sizes, 6):
@@ -114,9 +110,7 @@ def test_megatrons_loop_runs_the_order_that_was_planned(
     assert loop.ran == _names(grouped_orders(3, sizes)[stage])
 
 
-def test_one_stage_runs_backwards_when_their_group_is_whole_and_reduces_in_the_very_last_alone(
-    stages: Any,
-) -> None:
+def test_one_stage_runs_backwards_when_their_group_is_whole_and_reduces_in_the_very_last_alone(stages):
     stages(1)
     loop = Loop(0, 1, 6)
     with grouped_steps.running((2, 1, 3), 6):
@@ -126,7 +120,7 @@ def test_one_stage_runs_backwards_when_their_group_is_whole_and_reduces_in_the_v
     assert loop.ran == _names(grouped_orders(1, (2, 1, 3))[0])
 
 
-def test_a_step_without_groups_is_megatrons_own(stages: Any) -> None:
+def test_a_step_without_groups_is_megatrons_own(stages):
     stages(2)
     loop = Loop(0, 2, 3)
     with grouped_steps.running((), 3):
@@ -134,7 +128,7 @@ def test_a_step_without_groups_is_megatrons_own(stages: Any) -> None:
     assert loop.ran == _names(grouped_orders(2, (1, 1, 1))[0])
 
 
-def test_a_step_that_fails_in_the_middle_leaves_nothing_behind(stages: Any) -> None:
+def test_a_step_that_fails_in_the_middle_leaves_nothing_behind(stages):
     stages(2)
     loop, cache = Loop(0, 2, 4), KeyCache()
     use = DeviceCache(micro_batch=0, keeps=((0, None),), takes=(), prefixed=False)
@@ -159,7 +153,7 @@ def test_a_step_that_fails_in_the_middle_leaves_nothing_behind(stages: Any) -> N
     assert again.ran == _names(grouped_orders(2, (1, 1, 1))[0])
 
 
-def test_tensors_of_a_micro_batch_are_free_after_its_backward(stages: Any) -> None:
+def test_tensors_of_a_micro_batch_are_free_after_its_backward(stages):
     stages(2)
     loop = Loop(1, 2, 3)
     alive: list[list[int]] = []
@@ -177,9 +171,7 @@ def test_tensors_of_a_micro_batch_are_free_after_its_backward(stages: Any) -> No
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_a_recomputation_takes_its_own_micro_batchs_scales(
-    stage: int, stages: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recomputation_takes_its_own_micro_batchs_scales(stage, stages, monkeypatch):
     """Of two modules, whose queues Transformer Engine makes in their first forward and takes the oldest scale from."""
     stages(2)
     queues: list[deque[str]] = []
@@ -210,7 +202,7 @@ def test_a_recomputation_takes_its_own_micro_batchs_scales(
     assert not any(queues)
 
 
-def test_groups_of_another_number_of_micro_batches_are_an_error(stages: Any) -> None:
+def test_groups_of_another_number_of_micro_batches_are_an_error(stages):
     stages(2)
     with pytest.raises(RuntimeError, match=r"groups of \[2, 1\]"), grouped_steps.running((2, 1), 4):
         pass
@@ -218,9 +210,7 @@ def test_groups_of_another_number_of_micro_batches_are_an_error(stages: Any) -> 
 
 @pytest.mark.parametrize("sizes", [(1, 3, 2), (6,), (2, 1, 1, 2)])
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_megatrons_interleaved_loop_runs_the_order_that_was_planned(
-    stage: int, sizes: tuple[int, ...], stages: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_megatrons_interleaved_loop_runs_the_order_that_was_planned(stage, sizes, stages, monkeypatch):
     """As its loop asks: how many forwards run ahead, and the table. Before and after the step the answers are its
     own."""
     from megatron.core import parallel_state
@@ -258,7 +248,7 @@ def test_megatrons_interleaved_loop_runs_the_order_that_was_planned(
     assert asked() == before
 
 
-def test_gradients_pass_between_stages_in_the_order_of_backwards() -> None:
+def test_gradients_pass_between_stages_in_the_order_of_backwards():
     for stage in range(3):
         orders = transfer_orders(6, stage, 3, backward_groups=(1, 3, 2))
         back = [0, 3, 2, 1, 5, 4]
@@ -268,7 +258,7 @@ def test_gradients_pass_between_stages_in_the_order_of_backwards() -> None:
         assert orders["receive backward"] == ([] if stage == 2 else back)
 
 
-def test_groups_are_of_this_rank_or_of_all_that_meet_in_every_step() -> None:
+def test_groups_are_of_this_rank_or_of_all_that_meet_in_every_step():
     def batch(*pieces: Piece) -> MicroBatch:
         return MicroBatch(pieces, 1)
 
@@ -295,9 +285,7 @@ def trainer_with(**settings: Any) -> Trainer:
     return trainer_of(SimpleNamespace(**{**plain, **settings}))
 
 
-def test_settings_that_chunks_cannot_be_trained_with_are_told_with_a_cure(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_settings_that_chunks_cannot_be_trained_with_are_told_with_a_cure(monkeypatch):
     from megatron.core.pipeline_parallel import schedules
 
     assert trainer_with().chunks_refused() == []
@@ -350,9 +338,7 @@ def test_settings_that_chunks_cannot_be_trained_with_are_told_with_a_cure(
         ({"fp8": "hybrid", "use_torch_fsdp2": True}, ["FSDP", "FP8"]),
     ],
 )
-def test_ranks_that_meet_in_a_forward_or_a_backward_keep_in_step(
-    settings: dict[str, Any], what: list[str]
-) -> None:
+def test_ranks_that_meet_in_a_forward_or_a_backward_keep_in_step(settings, what):
     trainer = trainer_with(**settings)
     assert [line.split()[0] for line in trainer.meetings()] == what
     assert trainer.in_step == bool(what)

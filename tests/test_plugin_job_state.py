@@ -1,7 +1,5 @@
 """The plugin's state has one owner: a second job in the same process begins without the first one's."""
 
-from __future__ import annotations
-
 import ast
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,14 +15,14 @@ class Seen:
     names: list[str] = field(default_factory=list)
 
 
-def test_a_new_job_begins_with_new_parts() -> None:
+def test_a_new_job_begins_with_new_parts():
     part(Seen).names.append("first")
     assert part(Seen).names == ["first"]
     begin_job()
     assert part(Seen).names == []
 
 
-def test_no_other_module_of_the_plugin_rebinds_its_own_names() -> None:
+def test_no_other_module_of_the_plugin_rebinds_its_own_names():
     modules = {
         path.relative_to(PLUGIN).as_posix()
         for path in PLUGIN.rglob("*.py")

@@ -1,8 +1,6 @@
 """A Transformer Engine that was not tried: reported if its attention is right, else refused with a cure. Gated delta
 nets are tried at each start."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.metadata
 import importlib.util
@@ -24,10 +22,10 @@ from wlb_megatron.refusals import Refused
 
 
 @pytest.fixture
-def trial(monkeypatch: pytest.MonkeyPatch) -> Any:
+def trial(monkeypatch):
     """trial(version, error): a start with that Transformer Engine, whose attention is off by that much, or raises."""
     backend = ModuleType("wlb_megatron.attention.kernels.te_backend")
-    backend.TransformerEngineKernels = object  # type: ignore[attr-defined]
+    backend.TransformerEngineKernels = object
     monkeypatch.setitem(sys.modules, backend.__name__, backend)
     monkeypatch.setattr(torch.cuda, "device", lambda rank: contextlib.nullcontext())
     known = importlib.metadata.version
@@ -52,7 +50,7 @@ def trial(monkeypatch: pytest.MonkeyPatch) -> Any:
     return run
 
 
-def test_a_version_that_was_tried_is_not_tried_again(trial: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_version_that_was_tried_is_not_tried_again(trial, capsys):
     for version in ("2.18", "2.20.2+cu13"):
         trial(version, RuntimeError("called"))
     trial("3.0", RuntimeError("called"), transformer_impl="local")
@@ -60,7 +58,7 @@ def test_a_version_that_was_tried_is_not_tried_again(trial: Any, capsys: pytest.
     assert capsys.readouterr().out == ""
 
 
-def test_a_newer_version_that_comes_out_right_is_told(trial: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_newer_version_that_comes_out_right_is_told(trial, capsys):
     trial("2.21.0", 0.004)
     assert "not tried with Transformer Engine 2.21.0; small calls" in capsys.readouterr().out
     trial("2.21.0", 0.004, rank=3)
@@ -80,21 +78,19 @@ def test_a_newer_version_that_comes_out_right_is_told(trial: Any, capsys: pytest
         ),
     ],
 )
-def test_a_newer_version_that_does_not_is_refused_with_those_that_were_tried(
-    trial: Any, error: float | Exception, says: str
-) -> None:
+def test_a_newer_version_that_does_not_is_refused_with_those_that_were_tried(trial, error, says):
     with pytest.raises(Refused, match=rf"Transformer Engine 2\.21.*{says}.*>=2\.18,<2\.21'\)"):
         trial("2.21", error)
 
 
-def test_the_versions_tried_are_those_that_the_packages_asks_for() -> None:
+def test_the_versions_tried_are_those_that_the_packages_asks_for():
     setup = (Path(__file__).parents[1] / "setup.py").read_text()
     assert f'"transformer-engine[pytorch]{versions.TRIED_TRANSFORMER_ENGINE}"' in setup
     low, high = versions.MINIMUM_TRANSFORMER_ENGINE, versions.LATEST_TRANSFORMER_ENGINE
     assert f">={low[0]}.{low[1]},<{high[0]}.{high[1] + 1}" == versions.TRIED_TRANSFORMER_ENGINE
 
 
-def test_doctor_tells_of_a_version_that_was_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_tells_of_a_version_that_was_not_tried(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.30")
     monkeypatch.setattr(checks, "gpu_count", lambda: 0)
     finding = next(checks.transformer_engine())
@@ -108,7 +104,7 @@ NETS = {
 
 
 @pytest.fixture
-def layers(monkeypatch: pytest.MonkeyPatch) -> Any:
+def layers(monkeypatch):
     """The module whose kernels Megatron's layers call; here those of the CPU stand-in."""
     gated_delta_net = pytest.importorskip("megatron.core.ssm.gated_delta_net")
     path = Path(versions.__file__).parents[2] / "cpu" / "fla.py"
@@ -126,15 +122,13 @@ def layers(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gated_delta_nets_of_packed_documents_are_tried(layers: Any, dtype: torch.dtype) -> None:
+def test_gated_delta_nets_of_packed_documents_are_tried(layers, dtype):
     try_delta_nets(training_job(**NETS, params_dtype=dtype))
     try_delta_nets(training_job())  # without any
 
 
 @pytest.mark.parametrize("kernel", ["causal_conv1d", "chunk_gated_delta_rule"])
-def test_kernels_that_do_not_begin_at_documents_are_refused(
-    layers: Any, monkeypatch: pytest.MonkeyPatch, kernel: str
-) -> None:
+def test_kernels_that_do_not_begin_at_documents_are_refused(layers, monkeypatch, kernel):
     """As where a wrapper of the kernel's own was taken for the one that tells it the starts."""
     alone, begun = getattr(layers, kernel), AtDocuments.__call__
 
@@ -146,9 +140,7 @@ def test_kernels_that_do_not_begin_at_documents_are_refused(
         try_delta_nets(training_job(**NETS))
 
 
-def test_without_flash_linear_attention_the_job_is_refused_by_its_name(
-    layers: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_flash_linear_attention_the_job_is_refused_by_its_name(layers, monkeypatch):
     monkeypatch.setattr(layers, "causal_conv1d", None)
     with pytest.raises(Refused, match="pip install flash-linear-attention"):
         try_delta_nets(training_job(**NETS))

@@ -1,7 +1,5 @@
 """Lmax against the GPU's memory, from Megatron's arguments."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import fields, replace
 from types import SimpleNamespace
@@ -47,7 +45,7 @@ def shapes(job: TrainingJob) -> tuple[Model, Layout]:
 
 
 @pytest.fixture
-def memory(monkeypatch: pytest.MonkeyPatch) -> Any:
+def memory(monkeypatch):
     """Sets the GPU's memory in GiB."""
 
     def install(gib: float) -> None:
@@ -57,12 +55,12 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Any:
     return install
 
 
-def test_lmax_is_one_and_a_half_windows_where_memory_suffices(memory: Any) -> None:
+def test_lmax_is_one_and_a_half_windows_where_memory_suffices(memory):
     memory(80)
     assert fit_to_memory(training_job()).max_tokens == 49152
 
 
-def test_less_memory_lowers_it_and_too_little_is_refused_with_a_cure(memory: Any) -> None:
+def test_less_memory_lowers_it_and_too_little_is_refused_with_a_cure(memory):
     memory(31)
     lower = fit_to_memory(training_job(**IN_ROWS)).max_tokens
     assert lower is not None and 40960 <= lower < 49152 and lower % 16 == 0
@@ -71,7 +69,7 @@ def test_less_memory_lowers_it_and_too_little_is_refused_with_a_cure(memory: Any
         fit_to_memory(training_job().with_config(WlbConfig(chunks="off")))
 
 
-def test_fixed_windows_need_room_for_one_window_not_for_one_and_a_quarter(memory: Any) -> None:
+def test_fixed_windows_need_room_for_one_window_not_for_one_and_a_quarter(memory):
     fixed = training_job().with_config(WlbConfig(packing="original"))
     shape, layout = shapes(fixed)
     one, more = (memory_needed(shape, layout, tokens) / GIB for tokens in (32768, 40960))
@@ -82,14 +80,14 @@ def test_fixed_windows_need_room_for_one_window_not_for_one_and_a_quarter(memory
         fit_to_memory(fixed)
 
 
-def test_a_flag_overrides_it_and_cpus_and_experts_are_not_measured(memory: Any) -> None:
+def test_a_flag_overrides_it_and_cpus_and_experts_are_not_measured(memory):
     memory(1)
     assert fit_to_memory(training_job().with_config(WlbConfig(max_tokens=60000))).max_tokens == 60000
     assert fit_to_memory(training_job(distributed_backend="gloo")).max_tokens == 49152
     assert fit_to_memory(training_job(num_experts=8)).max_tokens == 49152
 
 
-def test_a_saved_lmax_may_come_along_up_to_what_fits_unless_a_flag_sets_it(memory: Any) -> None:
+def test_a_saved_lmax_may_come_along_up_to_what_fits_unless_a_flag_sets_it(memory):
     memory(31)
     fits = adoptable_tokens(training_job())
     assert fits == fit_to_memory(training_job()).max_tokens
@@ -97,9 +95,7 @@ def test_a_saved_lmax_may_come_along_up_to_what_fits_unless_a_flag_sets_it(memor
     assert adoptable_tokens(training_job(distributed_backend="gloo")) > 1 << 40
 
 
-def test_where_whole_documents_do_not_fit_micro_batches_are_shorter_and_documents_come_in_chunks(
-    memory: Any,
-) -> None:
+def test_where_whole_documents_do_not_fit_micro_batches_are_shorter_and_documents_come_in_chunks(memory):
     staged = {"pipeline_model_parallel_size": 2, "num_layers": 16}
     memory(46)
     fitted = fit_to_memory(training_job(**staged, **IN_ROWS)).max_tokens
@@ -127,13 +123,11 @@ def test_where_whole_documents_do_not_fit_micro_batches_are_shorter_and_document
         ({"data_parallel_sharding_strategy": "optim_grads_params"}, False),
     ],
 )
-def test_weights_that_fsdp_spreads_are_counted_as_spread(flags: dict[str, Any], sharded: bool) -> None:
+def test_weights_that_fsdp_spreads_are_counted_as_spread(flags, sharded):
     assert shapes(training_job(**flags))[1].fully_sharded == sharded
 
 
-def test_a_run_with_chunks_says_what_they_free_and_auto_leaves_them_where_keys_do_not_fit(
-    memory: Any,
-) -> None:
+def test_a_run_with_chunks_says_what_they_free_and_auto_leaves_them_where_keys_do_not_fit(memory):
     memory(80)
     staged = training_job(pipeline_model_parallel_size=2, num_layers=16)
     config = fit_to_memory(staged)
@@ -163,7 +157,7 @@ def test_a_run_with_chunks_says_what_they_free_and_auto_leaves_them_where_keys_d
     assert gpu_memory(training_job(distributed_backend="gloo")) is None
 
 
-def test_a_document_that_trains_whole_is_as_long_as_memory_allows_and_keys_are_told(memory: Any) -> None:
+def test_a_document_that_trains_whole_is_as_long_as_memory_allows_and_keys_are_told(memory):
     memory(80)
     wide = document_memory(training_job())
     assert wide is not None and "KiB a token" in wide.of
@@ -176,7 +170,7 @@ def test_a_document_that_trains_whole_is_as_long_as_memory_allows_and_keys_are_t
     assert document_memory(training_job(num_experts=8)) is None
 
 
-def test_cards_of_which_drivers_keep_different_shares_give_one_lmax(memory: Any) -> None:
+def test_cards_of_which_drivers_keep_different_shares_give_one_lmax(memory):
     memory(32.9)
     config = fit_to_memory(training_job())
     memory(32.1)
@@ -186,7 +180,7 @@ def test_cards_of_which_drivers_keep_different_shares_give_one_lmax(memory: Any)
 
 
 @pytest.mark.parametrize(("context", "measured_mb"), [(1, 30084), (2, 17570)])
-def test_the_estimate_holds_what_was_measured_on_h100s(context: int, measured_mb: int) -> None:
+def test_the_estimate_holds_what_was_measured_on_h100s(context, measured_mb):
     """docs/results/2x_h100/train_cp.csv: peak memory of runs whose longest micro-batch had 48,652 tokens."""
     shape, layout = shapes(training_job(context_parallel_size=context))
     estimate = memory_needed(shape, layout, 48652) / 2**20
@@ -215,18 +209,18 @@ ARRIVES = {
 """Megatron's arguments that set a field of the layout, and its value then."""
 
 
-def test_each_field_of_the_layout_is_looked_at_here() -> None:
+def test_each_field_of_the_layout_is_looked_at_here():
     assert [*ARRIVES] == [field.name for field in fields(Layout)]
 
 
 @pytest.mark.parametrize("name", ARRIVES)
-def test_each_field_of_the_layout_arrives(name: str) -> None:
+def test_each_field_of_the_layout_arrives(name):
     changed, value = ARRIVES[name]
     assert getattr(shapes(training_job())[1], name) != value
     assert getattr(shapes(training_job(**changed))[1], name) == value
 
 
-def test_lmax_fits_with_virtual_stages_which_hold_more_micro_batches(memory: Any) -> None:
+def test_lmax_fits_with_virtual_stages_which_hold_more_micro_batches(memory):
     """70B on TP8 x CP4 x PP8: eight micro-batches' worth in flight without virtual stages, 10.2 with five."""
     memory(79)
     job = training_job(
@@ -258,18 +252,18 @@ def test_lmax_fits_with_virtual_stages_which_hold_more_micro_batches(memory: Any
         ({"pipeline_model_parallel_layout": "Et|t|ttttt|tL"}, 5),
     ],
 )
-def test_the_layers_are_those_of_the_fullest_stage(changed: dict[str, Any], layers: int) -> None:
+def test_the_layers_are_those_of_the_fullest_stage(changed, layers):
     """Eight layers on four stages."""
     shape, _ = shapes(training_job(pipeline_model_parallel_size=4, **changed))
     assert shape.layers == layers
 
 
-def test_an_unknown_vocabulary_is_taken_to_be_large() -> None:
+def test_an_unknown_vocabulary_is_taken_to_be_large():
     shape, _ = shapes(training_job(vocab_size=None))
     assert shape.vocab == 131072
 
 
-def test_each_further_token_predicted_takes_a_layer_and_logits() -> None:
+def test_each_further_token_predicted_takes_a_layer_and_logits():
     plain, further = (shapes(training_job(mtp_num_layers=depths)) for depths in (None, 2))
     assert further[0].layers == plain[0].layers + 2
     assert logits_bytes(*further) == 3 * logits_bytes(*plain)
@@ -284,10 +278,10 @@ def of_recomputation(**flags: Any) -> list[str]:
     law = StepLaw(pp=2, backward=(3, 1), again=1000, rooms=memory.rooms() if memory else None)
     packer = SimpleNamespace(max_tokens=49152, law=law)
     planner = SimpleNamespace(packer=packer)
-    return list(_of_recomputation(SimpleNamespace(job=job, config=job.config, planner=planner)))  # type: ignore[arg-type]
+    return list(_of_recomputation(SimpleNamespace(job=job, config=job.config, planner=planner)))
 
 
-def test_the_log_says_at_start_what_steps_recompute() -> None:
+def test_the_log_says_at_start_what_steps_recompute():
     (line,) = of_recomputation(wlb_gpu_memory=20.0)
     found = re.fullmatch(
         r"recomputes only what does not fit 18\.0 GiB of a GPU \(20\.0 less --wlb-memory-margin 0\.1\): of the layers "
@@ -300,7 +294,7 @@ def test_the_log_says_at_start_what_steps_recompute() -> None:
     assert "about 0% in a usual step, 0% in the fullest" in of_recomputation(wlb_gpu_memory=140.0)[0]
 
 
-def test_where_the_flags_run_in_every_step_a_line_says_why() -> None:
+def test_where_the_flags_run_in_every_step_a_line_says_why():
     begun = "recomputes as the flags say in every step"
     (line,) = of_recomputation(wlb_gpu_memory=20.0, wlb_cp_mode="dynamic")
     assert line.startswith(f"{begun}: the groups of --wlb-cp-mode dynamic")

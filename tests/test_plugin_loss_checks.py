@@ -1,7 +1,5 @@
 """Checks of losses: one a step, which still finds a single wrong loss."""
 
-from __future__ import annotations
-
 import copy
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +29,7 @@ class Machine:
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+def machine(monkeypatch):
     machine = Machine()
     args = SimpleNamespace(check_for_nan_in_loss_and_grad=True, check_for_spiky_loss=False)
     monkeypatch.setattr(forward_step, "get_args", lambda: args)
@@ -44,7 +42,7 @@ def losses(*values: float) -> None:
         forward_step.loss_per_token(MASK, torch.tensor([[value, 1.0]], requires_grad=True))
 
 
-def test_a_steps_losses_are_checked_once_with_the_last_one(machine: Machine) -> None:
+def test_a_steps_losses_are_checked_once_with_the_last_one(machine):
     for _ in range(2):
         check_together(3)
         losses(1.0, 2.0)
@@ -56,9 +54,7 @@ def test_a_steps_losses_are_checked_once_with_the_last_one(machine: Machine) -> 
 
 @pytest.mark.parametrize("at", range(3))
 @pytest.mark.parametrize(("wrong", "message"), [("nan", "NaN"), ("inf", "Inf"), ("-inf", "Inf")])
-def test_one_wrong_loss_of_a_step_ends_it_before_any_weight_changes(
-    machine: Machine, at: int, wrong: str, message: str
-) -> None:
+def test_one_wrong_loss_of_a_step_ends_it_before_any_weight_changes(machine, at, wrong, message):
     values = [1.0, 2.0, 3.0]
     values[at] = float(wrong)
     check_together(3)
@@ -66,13 +62,13 @@ def test_one_wrong_loss_of_a_step_ends_it_before_any_weight_changes(
         losses(*values)
 
 
-def test_infinities_of_both_signs_are_found_as_no_number(machine: Machine) -> None:
+def test_infinities_of_both_signs_are_found_as_no_number(machine):
     check_together(2)
     with pytest.raises(RuntimeError, match="found NaN"):
         losses(float("inf"), float("-inf"))
 
 
-def test_a_step_begins_anew_after_one_that_failed_and_a_loss_outside_is_checked_alone() -> None:
+def test_a_step_begins_anew_after_one_that_failed_and_a_loss_outside_is_checked_alone():
     check_together(3)
     assert to_check(torch.tensor(float("nan"))) is None
     check_together(1)
@@ -82,9 +78,7 @@ def test_a_step_begins_anew_after_one_that_failed_and_a_loss_outside_is_checked_
 
 
 @pytest.mark.parametrize("mode", ["DISABLED", "VALIDATE_RESULTS", "REPORT_DETERMINISM_STATS"])
-def test_while_checks_are_off_megatrons_machine_counts_and_learns_nothing(
-    mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_while_checks_are_off_megatrons_machine_counts_and_learns_nothing(mode, monkeypatch):
     from megatron.core import rerun_state_machine as rerun
 
     machine = rerun.RerunStateMachine(mode=rerun.RerunMode[mode])

@@ -1,7 +1,5 @@
 """A Megatron that was not tried: a small step of it must come out right."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import json
@@ -31,7 +29,7 @@ WRONG = [*RIGHT, Comparison("routers' auxiliary loss (its gradients)", 0.5, 0.5)
 
 
 @pytest.fixture
-def start(monkeypatch: pytest.MonkeyPatch) -> Any:
+def start(monkeypatch):
     """start(version, comparisons, sources): a start on rank 0 with that Megatron; how often its check has run so far.
     sources: their digest, None for those of the version."""
     runs: list[str] = []
@@ -55,22 +53,20 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Any:
     return run
 
 
-def test_a_version_that_was_tried_is_not_checked(start: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_version_that_was_tried_is_not_checked(start, capsys):
     for version in ("0.17.1", "0.19.2"):
         assert start(version, None) == 0
     assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("version", ["0.19.3", "0.21.0", "1.0.0"])
-def test_an_untried_version_that_comes_out_right_is_warned_of(
-    version: str, start: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_untried_version_that_comes_out_right_is_warned_of(version, start, capsys):
     assert start(version, RIGHT) == 1
     warned = f"wlb_megatron was not tried with megatron-core {version} (its sources are none of those tried); a small"
     assert capsys.readouterr().out.count(warned) == 1
 
 
-def test_an_untried_version_that_does_not_is_refused_with_what_differs_each_time(start: Any) -> None:
+def test_an_untried_version_that_does_not_is_refused_with_what_differs_each_time(start):
     says = r"0\.19\.3.*routers' auxiliary loss \(its gradients\): 0\.5 times the right strength.*0\.19\.2"
     for runs in (1, 2):
         with pytest.raises(Refused, match=says) as refused:
@@ -79,28 +75,28 @@ def test_an_untried_version_that_does_not_is_refused_with_what_differs_each_time
         assert len(str(refused.value).splitlines()) == 1, runs
 
 
-def test_a_figure_that_is_no_number_is_refused(start: Any) -> None:
+def test_a_figure_that_is_no_number_is_refused(start):
     with pytest.raises(Refused, match="gradients: nan times"):
         start("0.19.3", [Comparison("gradients", float("nan"), float("nan"))])
 
 
-def test_an_older_version_than_any_tried_is_refused(start: Any) -> None:
+def test_an_older_version_than_any_tried_is_refused(start):
     with pytest.raises(Refused, match=r"0\.15\.3 is older than the first .* 0\.19\.2"):
         start("0.15.3", RIGHT)
 
 
 @pytest.mark.parametrize("version", ["0.17.1", "0.18.2", "0.19.2", "0.20.0"])
-def test_a_fork_that_keeps_a_tried_versions_number_is_untried(version: str, start: Any) -> None:
+def test_a_fork_that_keeps_a_tried_versions_number_is_untried(version, start):
     assert start(version, RIGHT, sources="changed") == 1
     with pytest.raises(Refused, match=f"{version}.*routers' auxiliary loss"):
         start(version, WRONG, sources="changed again")
 
 
-def test_a_patch_release_whose_sources_were_tried_is_not_checked(start: Any) -> None:
+def test_a_patch_release_whose_sources_were_tried_is_not_checked(start):
     assert start("0.18.1", None, sources=versions.TRIED_MEGATRON["0.18.2"]) == 0
 
 
-def test_lines_without_code_do_not_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_lines_without_code_do_not_count(monkeypatch, tmp_path):
     spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
     monkeypatch.setattr(versions.importlib.util, "find_spec", lambda name: spec)
     file = tmp_path / "recompute.py"
@@ -117,7 +113,7 @@ def test_lines_without_code_do_not_count(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 @pytest.mark.megatron
-def test_this_megatron_is_tried_and_a_copy_that_halves_an_output_is_refused(tmp_path: Path) -> None:
+def test_this_megatron_is_tried_and_a_copy_that_halves_an_output_is_refused(tmp_path):
     """The copy keeps the version number; the check alone tells what it does."""
     import megatron.core
 
@@ -145,9 +141,7 @@ def test_this_megatron_is_tried_and_a_copy_that_halves_an_output_is_refused(tmp_
     )
 
 
-def test_the_digest_is_of_the_files_that_are_imported(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_digest_is_of_the_files_that_are_imported(monkeypatch, tmp_path):
     def find_spec(name: str) -> Any:
         return SimpleNamespace(submodule_search_locations=[str(tmp_path / name.split(".")[1])])
 
@@ -177,7 +171,7 @@ def one_of_two(rank: int, port: int, out: Path) -> None:
     dist.destroy_process_group()
 
 
-def test_all_ranks_learn_what_rank_0_finds(tmp_path: Path) -> None:
+def test_all_ranks_learn_what_rank_0_finds(tmp_path):
     spawn(one_of_two, (free_port(), tmp_path), 2)
     messages = [(tmp_path / name).read_text() for name in "01"]
     assert messages[0] == messages[1] and "gradients: 4 times the right strength" in messages[0]
@@ -218,7 +212,7 @@ def check_of_changed_megatrons(rank: int, folder: Path) -> None:
 
 
 @pytest.mark.megatron
-def test_the_check_passes_this_megatron_and_names_what_a_changed_one_does(tmp_path: Path) -> None:
+def test_the_check_passes_this_megatron_and_names_what_a_changed_one_does(tmp_path):
     spawn(check_of_changed_megatrons, (tmp_path,), 2)
     results = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
     comparisons = {
@@ -238,7 +232,7 @@ def test_the_check_passes_this_megatron_and_names_what_a_changed_one_does(tmp_pa
 
 
 @pytest.mark.megatron
-def test_the_checks_processes_are_no_ranks_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_checks_processes_are_no_ranks_of_the_job(monkeypatch):
     """They would meet the job's ranks at its address, or wait for a rank 7."""
     job = {"RANK": "7", "WORLD_SIZE": "8", "MASTER_ADDR": "10.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     for name, value in job.items():
@@ -247,7 +241,7 @@ def test_the_checks_processes_are_no_ranks_of_the_job(monkeypatch: pytest.Monkey
     assert megatron_trial.check() < 1e-4
 
 
-def test_a_check_that_cannot_run_says_its_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_that_cannot_run_says_its_last_line(monkeypatch):
     broken = megatron_trial._environment() | {"PYTHONPATH": ""}
     monkeypatch.setattr(megatron_trial, "_environment", lambda: broken | {"PYTHONSAFEPATH": "1"})
     monkeypatch.setattr(megatron_trial.sys, "executable", "/bin/false")
@@ -255,7 +249,7 @@ def test_a_check_that_cannot_run_says_its_last_line(monkeypatch: pytest.MonkeyPa
         megatron_trial.check()
 
 
-def test_doctor_checks_a_version_that_was_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_checks_a_version_that_was_not_tried(monkeypatch):
     monkeypatch.setattr(versions, "sources_digest", lambda: "changed")
     monkeypatch.setattr(megatron_trial, "check", lambda: 3e-6)
     by_name = {result.what: result for result in checks.megatron()}

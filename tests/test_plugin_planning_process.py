@@ -1,7 +1,5 @@
 """Planning in a process of its own: the thread's plans and states, and an end of its own with a line or a parent."""
 
-from __future__ import annotations
-
 import os
 import signal
 import struct
@@ -80,15 +78,13 @@ def without_times(planned: PlannedIteration) -> tuple[Any, ...]:
     """All of an iteration but how long planning took."""
     untimed = tuple(
         replace(micro_batch, plan_seconds=0.0, shard=None) for micro_batch in planned.micro_batches
-    )  # type: ignore[arg-type]
+    )
     cuts = digest_of_cuts([micro_batch.shard for micro_batch in planned.micro_batches])
     return (replace(planned, micro_batches=untimed, state=dict, plan=None), cuts, planned.state())
 
 
 @pytest.mark.parametrize("changed", [{}, {"packing": "fixed-greedy", "balance_batches": 3}])
-def test_a_process_gives_the_threads_plans_states_and_figures_to_the_end_of_the_corpus(
-    changed: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_process_gives_the_threads_plans_states_and_figures_to_the_end_of_the_corpus(changed, tmp_path):
     blend = corpora(tmp_path)
     planners = [planner_of(blend, endless=False, **changed) for _ in range(2)]
     expected = list(plan_iterations(planners[0], settings_of(blend)))
@@ -100,9 +96,7 @@ def test_a_process_gives_the_threads_plans_states_and_figures_to_the_end_of_the_
     assert [iteration.plan for iteration in planned] == [iteration.plan for iteration in expected]
 
 
-def test_a_thread_plans_where_no_process_can_be_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_thread_plans_where_no_process_can_be_started(tmp_path, monkeypatch, capsys):
     blend = corpora(tmp_path)
     (expected,) = islice(plan_iterations(planner_of(blend), settings_of(blend)), 1)
     monkeypatch.setattr("sys.executable", "/nowhere/python")
@@ -111,7 +105,7 @@ def test_a_thread_plans_where_no_process_can_be_started(
     assert "WARNING: wlb_megatron: no process can be started to plan" in capsys.readouterr().out
 
 
-def test_a_process_goes_on_where_a_state_was_taken(tmp_path: Path) -> None:
+def test_a_process_goes_on_where_a_state_was_taken(tmp_path):
     blend = corpora(tmp_path)
     expected = list(islice(plan_iterations(planner_of(blend), settings_of(blend)), 6))
     (*_, passed) = islice(plan_in_a_process(planner_of(blend), settings_of(blend)), 3)
@@ -125,9 +119,7 @@ def test_a_process_goes_on_where_a_state_was_taken(tmp_path: Path) -> None:
     assert all(iteration.plan is None for iteration in planned)
 
 
-def test_the_process_imports_neither_torch_nor_megatron_and_maps_the_index(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_process_imports_neither_torch_nor_megatron_and_maps_the_index(tmp_path, monkeypatch, capfd):
     blend = corpora(tmp_path)
     lengths = blend.corpora()[1].lengths
     message = child._packed(lengths)
@@ -143,7 +135,7 @@ def test_the_process_imports_neither_torch_nor_megatron_and_maps_the_index(
         "    return 0.5\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    import asks  # type: ignore[import-not-found]
+    import asks
 
     settings = replace(settings_of(blend), predict=UntilItFails(asks.ask))
     (planned,) = islice(plan_in_a_process(planner_of(blend), settings), 1)
@@ -171,12 +163,10 @@ class Broken:
         (KeyError("x"), RuntimeError, "KeyError: 'x'"),
     ],
 )
-def test_an_error_in_the_process_is_raised_where_the_plan_is_asked_for(
-    error: Exception, raised: type[Exception], line: str, tmp_path: Path
-) -> None:
+def test_an_error_in_the_process_is_raised_where_the_plan_is_asked_for(error, raised, line, tmp_path):
     blend = corpora(tmp_path)
     planner = planner_of(blend)
-    planner.stream = Broken(error)  # type: ignore[assignment]
+    planner.stream = Broken(error)
     processes: list[child.Child] = []
     make = partial(plan_in_a_process, planner, settings_of(blend), started=processes.append)
     ahead = PlanAhead(make, 1, lambda: check_alive(processes))
@@ -186,9 +176,7 @@ def test_an_error_in_the_process_is_raised_where_the_plan_is_asked_for(
     check_alive(processes)  # this process has ended it: the error is the plan's
 
 
-def test_a_process_that_is_killed_or_stands_still_is_told_and_never_waited_for_forever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_is_killed_or_stands_still_is_told_and_never_waited_for_forever(tmp_path, monkeypatch):
     started: list[child.Child] = []
 
     class Noted(child.Child):
@@ -214,9 +202,7 @@ def test_a_process_that_is_killed_or_stands_still_is_told_and_never_waited_for_f
         assert started[-1].process.wait(10) == -signal.SIGKILL
 
 
-def test_what_the_process_prints_at_its_start_comes_not_between_plans(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_process_prints_at_its_start_comes_not_between_plans(tmp_path, monkeypatch):
     """As a site's own start-up file does, or a library that is loaded into every process."""
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text("print('module gcc/13 is loaded', flush=True)\n")
@@ -228,7 +214,7 @@ def test_what_the_process_prints_at_its_start_comes_not_between_plans(
     assert made.digest == expected.digest
 
 
-def test_the_process_outlives_signals_to_all_of_the_job_but_not_its_parent(tmp_path: Path) -> None:
+def test_the_process_outlives_signals_to_all_of_the_job_but_not_its_parent(tmp_path):
     script = """
 import os, signal, sys, time
 from pathlib import Path
@@ -270,7 +256,7 @@ def alive(number: int) -> bool:
         return False
 
 
-def test_a_process_plans_large_iterations_of_packers_that_plan_alone(tmp_path: Path) -> None:
+def test_a_process_plans_large_iterations_of_packers_that_plan_alone(tmp_path):
     planner = planner_of(corpora(tmp_path))  # of 2,048 tokens an iteration
     assert not in_a_process(planner, WlbConfig(), mean_length=2.1)
     assert in_a_process(planner, WlbConfig(), mean_length=2.0)
@@ -295,13 +281,11 @@ def predicting(blend: Blend) -> ShardSettings:
     return replace(settings, arrival_order=partial(in_arrival_order, settings, CostModel(200.0, 0.0), 2))
 
 
-def test_a_gain_that_cannot_be_told_does_not_end_planning(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_gain_that_cannot_be_told_does_not_end_planning(tmp_path, capsys):
     """It fails at its start, without a cost model, and at its first plan, with a padding that is no number."""
     settings = predicting(corpora(tmp_path))
-    for wrong, cost in ((settings, None), (replace(settings, alignment="odd"), CostModel(200.0, 0.0))):  # type: ignore[arg-type]
-        begin = partial(in_arrival_order, wrong, cost, 2)  # type: ignore[arg-type]
+    for wrong, cost in ((settings, None), (replace(settings, alignment="odd"), CostModel(200.0, 0.0))):
+        begin = partial(in_arrival_order, wrong, cost, 2)
         planner = planner_of(corpora(tmp_path))
         planned = list(islice(plan_iterations(planner, replace(settings, arrival_order=begin)), 3))
         assert all(iteration.arrival_ms is None and iteration.predicted_ms for iteration in planned)
@@ -310,9 +294,7 @@ def test_a_gain_that_cannot_be_told_does_not_end_planning(
 
 
 @pytest.mark.parametrize("in_process", [False, True])
-def test_what_a_run_would_take_in_arrival_order_is_that_of_the_very_documents_trained(
-    in_process: bool, tmp_path: Path
-) -> None:
+def test_what_a_run_would_take_in_arrival_order_is_that_of_the_very_documents_trained(in_process, tmp_path):
     """Against a run of its own in arrival order: equal where all documents have trained, near it before."""
     blend = corpora(tmp_path)
     plan = plan_in_a_process if in_process else plan_iterations

@@ -1,12 +1,9 @@
 """A rank that must stop at the start says why, with its number and host; what all ranks share is said once a node."""
 
-from __future__ import annotations
-
 import json
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from megatron_runs import cpu_environment, flags, free_port, run_script
@@ -32,7 +29,7 @@ def exit_code(refusal: Refused, rank: str, local_rank: str, monkeypatch: pytest.
     return ended.value.code
 
 
-def test_a_flag_that_is_refused_is_told_once_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flag_that_is_refused_is_told_once_a_node(monkeypatch):
     waited: list[float] = []
     monkeypatch.setattr(refusal_printing.time, "sleep", waited.append)
     assert exit_code(Refused("drop it"), "0", "0", monkeypatch) == f"{PREFIX} drop it"
@@ -43,7 +40,7 @@ def test_a_flag_that_is_refused_is_told_once_a_node(monkeypatch: pytest.MonkeyPa
     assert waited == [refusal_printing.PATIENCE]
 
 
-def test_a_refusal_is_prefixed_once_though_checks_are_nested(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refusal_is_prefixed_once_though_checks_are_nested(monkeypatch):
     monkeypatch.setenv("RANK", "8")
     monkeypatch.setenv("LOCAL_RANK", "0")
 
@@ -54,14 +51,12 @@ def test_a_refusal_is_prefixed_once_though_checks_are_nested(monkeypatch: pytest
         checked(lambda: checked(check))
 
 
-def test_a_file_that_is_refused_is_told_by_each_rank_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_is_refused_is_told_by_each_rank_that_fails(monkeypatch):
     assert exit_code(RefusedHere("no file"), "0", "0", monkeypatch) == f"{PREFIX} no file"
     assert exit_code(RefusedHere("no file"), "5", "5", monkeypatch) == f"{PREFIX} rank 5 on {HOST}: no file"
 
 
-def test_each_line_has_the_prefix_once_and_torchrun_gets_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_each_line_has_the_prefix_once_and_torchrun_gets_it(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     lines = f"{PREFIX} drop it\n{PREFIX} and that"
     assert exit_code(Refused(f"drop it\n{PREFIX} and that"), "0", "0", monkeypatch) == lines
@@ -70,8 +65,8 @@ def test_each_line_has_the_prefix_once_and_torchrun_gets_it(
 
 @pytest.mark.parametrize("error", [WlbError("no keys"), RuntimeError("wlb_megatron: no keys")])
 def test_an_error_of_the_plugin_in_training_ends_with_the_same_line_after_its_stack(
-    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    error, monkeypatch, capsys
+):
     def train() -> None:
         raise error
 
@@ -89,7 +84,7 @@ SLOW_FIRST_RANK = "[ $RANK = 0 ] && sleep 8; exec $PYTHON -m wlb_megatron.pretra
 
 
 @pytest.mark.megatron
-def test_ranks_that_are_ready_first_do_not_end_the_one_that_says_why(corpus: Path) -> None:
+def test_ranks_that_are_ready_first_do_not_end_the_one_that_says_why(corpus):
     """The other ranks' end makes torchrun kill rank 0 before it has spoken."""
     arguments = flags(f"--global-batch-size 2 --train-iters 2 --data-path {corpus} --attention-dropout 0.1")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"]
@@ -115,7 +110,7 @@ runpy.run_module("wlb_megatron.pretrain_gpt", run_name="__main__", alter_sys=Tru
 
 
 @pytest.mark.megatron
-def test_a_rank_that_alone_does_not_find_the_corpus_says_so(corpus: Path, tmp_path: Path) -> None:
+def test_a_rank_that_alone_does_not_find_the_corpus_says_so(corpus, tmp_path):
     arguments = flags(f"--global-batch-size 2 --train-iters 2 --data-path {corpus}")
     done = run_script(ONE_RANK_SEES_NO_FILES, arguments, tmp_path, 2)
     assert done.returncode == 1

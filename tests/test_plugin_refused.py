@@ -1,7 +1,5 @@
 """Wrong flags and broken inputs through Megatron's own parser: each gets its line, none a stack, none a run."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex
@@ -159,7 +157,7 @@ def readme_command(corpus: Path, folder: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def lines(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def lines(corpus, tmp_path_factory):
     folder = tmp_path_factory.mktemp("broken")
     index, tokens = corpus.with_suffix(".idx").read_bytes(), corpus.with_suffix(".bin").read_bytes()
     for name, idx, data in (
@@ -189,7 +187,7 @@ def lines(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, s
 
 
 @pytest.mark.megatron
-def test_right_command_lines_are_accepted_and_each_wrong_one_gets_its_line(lines: dict[str, str]) -> None:
+def test_right_command_lines_are_accepted_and_each_wrong_one_gets_its_line(lines):
     """One test, so that the process that judges all of them starts once, however tests are dealt out."""
     assert lines[""] == lines["README"] == "accepted"
     assert len(WRONG) >= 60

@@ -1,11 +1,8 @@
 """A rehearsal is of tokens that training can meet, and leaves no state behind."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -27,15 +24,13 @@ from wlb_megatron.workload.stage_memory import stage_memory
 
 
 @pytest.fixture
-def documents(tmp_path: Path) -> tuple[Blend, list[list[int]]]:
+def documents(tmp_path):
     """A corpus of four documents, one of them empty, and their tokens."""
     tokens = write_corpus(tmp_path / "corpus", [9, 0, 30, 5], vocabulary=100)
     return Blend([str(tmp_path / "corpus")]), [document.tolist() for document in tokens]
 
 
-def test_the_tokens_are_of_whole_documents_and_begin_again_where_these_are_few(
-    documents: tuple[Blend, list[list[int]]],
-) -> None:
+def test_the_tokens_are_of_whole_documents_and_begin_again_where_these_are_few(documents):
     corpus, tokens = documents
     drawn = text(corpus, 500, 0, None).tolist()
     assert len(drawn) == 500
@@ -48,18 +43,14 @@ def test_the_tokens_are_of_whole_documents_and_begin_again_where_these_are_few(
         del drawn[: len(document)]
 
 
-def test_data_parallel_ranks_rehearse_other_tokens_and_ids_without_a_row_are_replaced(
-    documents: tuple[Blend, list[list[int]]],
-) -> None:
+def test_data_parallel_ranks_rehearse_other_tokens_and_ids_without_a_row_are_replaced(documents):
     corpus, _ = documents
     assert text(corpus, 64, 3, None).tolist() == text(corpus, 64, 3, None).tolist()
     assert text(corpus, 64, 3, None).tolist() != text(corpus, 64, 4, None).tolist()
     assert text(corpus, 64, 3, 50).max() == 49
 
 
-def test_context_parallel_ranks_hold_parts_of_one_text_and_predict_its_next_tokens(
-    documents: tuple[Blend, list[list[int]]],
-) -> None:
+def test_context_parallel_ranks_hold_parts_of_one_text_and_predict_its_next_tokens(documents):
     corpus, _ = documents
     settings = ShardSettings(0, 2, 2, "hybrid", h100())
     whole, following = np.full(24, -1), np.full(24, -1)
@@ -72,9 +63,7 @@ def test_context_parallel_ranks_hold_parts_of_one_text_and_predict_its_next_toke
     assert len(set(whole.tolist())) > 4
 
 
-def test_a_document_in_chunks_is_rehearsed_whole_with_every_micro_batch_full(
-    documents: tuple[Blend, list[list[int]]],
-) -> None:
+def test_a_document_in_chunks_is_rehearsed_whole_with_every_micro_batch_full(documents):
     corpus, _ = documents
     settings = ShardSettings(0, 2, 2, "hybrid", h100())
     rehearsal = longest_micro_batches(24, 64, settings, Layout(1, 1, 8, True), corpus, chunked=(4, 60))
@@ -90,9 +79,7 @@ def test_a_document_in_chunks_is_rehearsed_whole_with_every_micro_batch_full(
 
 
 @pytest.mark.parametrize("pattern", ["*-*-", "-*-*"])
-def test_a_hybrid_models_rehearsal_keeps_every_layer_that_memory_has_room_for(
-    documents: tuple[Blend, list[list[int]]], pattern: str
-) -> None:
+def test_a_hybrid_models_rehearsal_keeps_every_layer_that_memory_has_room_for(documents, pattern):
     corpus, _ = documents
     settings = ShardSettings(0, 2, 2, "hybrid", h100(), keeps_layers=True)
     (batch,) = longest_micro_batches(24, 16, settings, Layout(0, 1, 8, True), corpus).batches
@@ -110,7 +97,7 @@ class RecipeState:
     amax_history: torch.Tensor
 
     @staticmethod
-    def fresh(tensors: int = 3, length: int = 4) -> RecipeState:
+    def fresh(tensors: int = 3, length: int = 4) -> "RecipeState":
         return RecipeState(torch.ones(tensors), torch.zeros(length, tensors))
 
     def learn(self, value: float) -> None:
@@ -137,7 +124,7 @@ class Chunk(torch.nn.ModuleDict):
 
 
 @pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
+def engine(monkeypatch):
     """Transformer Engine's global state; the plugin's backend is imported over stand-ins for its modules."""
     from megatron.core.models.gpt import gpt_model  # noqa: F401  (Megatron looks for Transformer Engine when imported)
     from megatron.training import global_vars
@@ -174,7 +161,7 @@ def joins(engine: Any, state: RecipeState, direction: str) -> None:
     engine.global_amax_history_buffer.setdefault(key, []).append(state.amax_history)
 
 
-def test_fp8s_scales_and_histories_are_those_of_a_start_or_of_the_checkpoint(engine: Any) -> None:
+def test_fp8s_scales_and_histories_are_those_of_a_start_or_of_the_checkpoint(engine):
     """One module loaded, one loaded with a longer history than this run keeps, one that begins, one in no module."""
     loaded, shortened, begun = Linear(), Linear(), Linear()
     chunk = Chunk({"loaded": loaded, "shortened": shortened, "begun": begun})
@@ -214,17 +201,15 @@ def test_fp8s_scales_and_histories_are_those_of_a_start_or_of_the_checkpoint(eng
     assert held[0] is loaded.fp8_meta["scaling_fwd"].scale  # it learns on in the same tensors
 
 
-def test_a_model_without_fp8_needs_no_transformer_engine(
-    monkeypatch: pytest.MonkeyPatch, engine: Any
-) -> None:
+def test_a_model_without_fp8_needs_no_transformer_engine(monkeypatch, engine):
     monkeypatch.setattr("megatron.training.global_vars._GLOBAL_ARGS", SimpleNamespace(fp8=None))
     monkeypatch.setitem(sys.modules, "wlb_megatron.attention.kernels.te_backend", None)
     KeptState([Chunk({"linear": torch.nn.Linear(2, 2)})]).restore()
 
 
 def test_a_rehearsal_that_runs_out_of_memory_ends_with_a_line_that_names_sizes_and_cures(
-    monkeypatch: pytest.MonkeyPatch, engine: Any, documents: tuple[Blend, list[list[int]]]
-) -> None:
+    monkeypatch, engine, documents
+):
     settings = ShardSettings(dp_rank=0, cp_size=2, alignment=4, sharding="adaptive", table=h100())
     layout = Layout(cp_rank=1, activation_divisor=1, hidden_size=8, reads_tokens=True)
     longest = longest_micro_batches(96, 64, settings, layout, documents[0])

@@ -1,7 +1,5 @@
 """What only reports never ends a job: refused at the start where it cannot be written, a warning from then on."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -26,7 +24,7 @@ from wlb_megatron.refusals import RefusedHere
 from wlb_megatron.whole_files import renamed_at_end
 
 
-def test_an_error_in_a_report_is_told_once_and_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_in_a_report_is_told_once_and_is_none(capsys):
     for _ in range(3):
         with never_fatal("no report"):
             raise KeyError("figure")
@@ -37,10 +35,10 @@ def test_an_error_in_a_report_is_told_once_and_is_none(capsys: pytest.CaptureFix
 
 @pytest.mark.parametrize("name", ["log", "trace"])
 def test_a_report_that_cannot_be_written_is_refused_at_the_start_by_the_rank_that_writes_it(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    name, tmp_path, monkeypatch
+):
     def config(path: Path) -> WlbConfig:
-        return WlbConfig(**{name: str(path)})  # type: ignore[arg-type]
+        return WlbConfig(**{name: str(path)})
 
     monkeypatch.setenv("WORLD_SIZE", "3")
     monkeypatch.setenv("RANK", "2")
@@ -54,7 +52,7 @@ def test_a_report_that_cannot_be_written_is_refused_at_the_start_by_the_rank_tha
     check_outputs(config(tmp_path / "none" / "file"))
 
 
-def test_a_full_disk_leaves_no_half_line_in_the_log(tmp_path: Path) -> None:
+def test_a_full_disk_leaves_no_half_line_in_the_log(tmp_path):
     log = tmp_path / "log.jsonl"
     metrics.append_line(str(log), json.dumps({"iteration": 1}))
     whole = log.read_bytes()
@@ -71,7 +69,7 @@ def test_a_full_disk_leaves_no_half_line_in_the_log(tmp_path: Path) -> None:
 
 
 @pytest.mark.megatron
-def test_a_full_disk_at_a_save_is_named_with_the_room_it_has(corpus: Path, tmp_path: Path) -> None:
+def test_a_full_disk_at_a_save_is_named_with_the_room_it_has(corpus, tmp_path):
     """A file system of 400 kB, which the second save does not fit."""
     small = tmp_path / "small"
     small.mkdir()
@@ -87,9 +85,7 @@ def test_a_full_disk_at_a_save_is_named_with_the_room_it_has(corpus: Path, tmp_p
     )
 
 
-def test_only_errors_of_writing_to_a_full_disk_name_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_errors_of_writing_to_a_full_disk_name_it(tmp_path, monkeypatch):
     wrapped = RuntimeError("rank 3 failed")
     wrapped.__cause__ = OSError(errno.ENOSPC, "No space left on device")
     assert "No space left on device (" in str(name_full_disk(wrapped, str(tmp_path / "new")))
@@ -100,9 +96,7 @@ def test_only_errors_of_writing_to_a_full_disk_name_it(
     assert name_full_disk(RuntimeError("CUDA error"), str(tmp_path)) is None
 
 
-def test_two_machines_that_write_one_file_at_once_leave_a_whole_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_machines_that_write_one_file_at_once_leave_a_whole_one(tmp_path, monkeypatch):
     """Of two nodes that share a home, each process may have the other's number."""
     monkeypatch.setattr(os, "getpid", lambda: 7)
     with renamed_at_end(tmp_path / "cache.json") as first:
@@ -123,9 +117,7 @@ class Broken:
         raise ConnectionError(name)
 
 
-def test_each_report_of_an_iteration_is_made_whatever_becomes_of_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_report_of_an_iteration_is_made_whatever_becomes_of_the_others(tmp_path, monkeypatch, capsys):
     training = pytest.importorskip("megatron.training")
     log = tmp_path / "log.jsonl"
     args = Namespace(log_interval=1, distributed_backend="gloo", tensorboard_log_interval=1, wlb_log=str(log))
@@ -145,9 +137,7 @@ def test_each_report_of_an_iteration_is_made_whatever_becomes_of_the_others(
     assert "none/log.jsonl cannot be written" in capsys.readouterr().out
 
 
-def test_a_rank_whose_times_cannot_be_had_holds_up_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rank_whose_times_cannot_be_had_holds_up_no_other(tmp_path, monkeypatch, capsys):
     state = pytest.importorskip("megatron.core").parallel_state
     for place in ("data_parallel", "pipeline_model_parallel", "context_parallel", "tensor_model_parallel"):
         monkeypatch.setattr(state, f"get_{place}_rank", lambda: 0)
@@ -174,9 +164,7 @@ VIRTUAL = """--num-layers 8 --num-layers-per-virtual-pipeline-stage 2
 
 
 @pytest.mark.megatron
-def test_a_trace_of_interleaved_stages_knows_any_group_size_and_leaves_out_evaluation(
-    corpus: Path, tmp_path: Path
-) -> None:
+def test_a_trace_of_interleaved_stages_knows_any_group_size_and_leaves_out_evaluation(corpus, tmp_path):
     traced = tmp_path / "trace.json"
     run = f"--data-path {corpus} --split 80,20,0 --train-iters 4 --global-batch-size 4 --eval-iters 1"
     reports = f"--eval-interval 2 --wlb-trace {traced} --wlb-trace-iteration 3"
@@ -207,7 +195,7 @@ runpy.run_module("wlb_megatron.pretrain_gpt", run_name="__main__", alter_sys=Tru
 
 
 @pytest.mark.megatron
-def test_training_goes_on_where_log_and_trace_can_no_longer_be_written(corpus: Path, tmp_path: Path) -> None:
+def test_training_goes_on_where_log_and_trace_can_no_longer_be_written(corpus, tmp_path):
     gone = tmp_path / "gone"
     gone.mkdir()
     run = f"--data-path {corpus} --global-batch-size 2 --train-iters 4 --split 1,0,0"

@@ -1,7 +1,5 @@
 """A checkpoint's packing state: of which iteration it is, and what is refused with it."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from copy import copy
@@ -65,10 +63,10 @@ def save(args: argparse.Namespace) -> argparse.Namespace:
 def saved(args: argparse.Namespace) -> dict[str, Any]:
     state = json.loads(save(args).wlb_state)
     del state["digest"]
-    return state  # type: ignore[no-any-return]
+    return state
 
 
-def test_the_state_is_saved_when_megatron_has_applied_the_gradients() -> None:
+def test_the_state_is_saved_when_megatron_has_applied_the_gradients():
     args, ours, planned = megatron(0), source(), []
     log = resume.wrap_training_log(lambda *_: planned.append(saved(args)["planner"]["iteration"]))
     resume.remember(ours, ours.planner.snapshot())
@@ -81,7 +79,7 @@ def test_the_state_is_saved_when_megatron_has_applied_the_gradients() -> None:
     assert planned == [1, 2]
 
 
-def test_the_state_is_made_when_megatron_saves_and_not_before() -> None:
+def test_the_state_is_made_when_megatron_saves_and_not_before():
     args, ours, made = megatron(0), source(), []
     log = resume.wrap_training_log(lambda: None)
     for iteration in range(3):
@@ -110,7 +108,7 @@ def saved_after(iterations: int, of: Source) -> Source:
     return of
 
 
-def test_a_checkpoint_that_is_saved_again_before_training_keeps_its_state() -> None:
+def test_a_checkpoint_that_is_saved_again_before_training_keeps_its_state():
     """--ckpt-convert-format; a run with --wlb-off trains on without a state."""
     args, ours = megatron(0), source()
     resume.remember(ours, ours.planner.snapshot())
@@ -124,14 +122,14 @@ def test_a_checkpoint_that_is_saved_again_before_training_keeps_its_state() -> N
     assert not hasattr(save(load(argparse.Namespace())), "wlb_state")
 
 
-def test_a_state_continues_where_it_was_saved_and_counts_its_tokens() -> None:
+def test_a_state_continues_where_it_was_saved_and_counts_its_tokens():
     first, again = saved_after(3, source()), source()
     restored(again, megatron(3))
     assert again.planner.trained == first.planner.trained
     assert again.planner.next_iteration() == first.planner.next_iteration()
 
 
-def test_a_resumed_run_keeps_the_weights_of_tokens_until_a_flag_says_otherwise() -> None:
+def test_a_resumed_run_keeps_the_weights_of_tokens_until_a_flag_says_otherwise():
     """Its documents wait, so auto is equal. In checkpoints of 0.1.0, which do not tell, a token weighed by its step."""
     saved_after(1, source(token_weights="equal"))
     args = megatron(0)
@@ -155,21 +153,19 @@ def test_a_resumed_run_keeps_the_weights_of_tokens_until_a_flag_says_otherwise()
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_a_state_of_an_earlier_commit_goes_on_with_its_order_its_delays_and_its_weights(name: str) -> None:
+def test_a_state_of_an_earlier_commit_goes_on_with_its_order_its_delays_and_its_weights(name):
     of_then = saved_states("9513cca")[name]
     load(argparse.Namespace(wlb_state=of_then["state"]))
     now, lines = gone_on(MAKERS[name](), megatron(TRAINED))
     assert lines == []
     planned = plan_iterations(now.planner, ShardSettings(0, 1, 1, "per-document", h100()))
     after = [(item.plan, item.micro_batches[0].summary) for item in islice(planned, NEXT)]
-    assert [noted(plan, summary) for plan, summary in after] == of_then["next"]  # type: ignore[arg-type]
+    assert [noted(plan, summary) for plan, summary in after] == of_then["next"]
     assert now.config.token_weights == json.loads(of_then["state"])["token_weights"]
 
 
 @pytest.mark.parametrize("name", [name for name in MAKERS if name != "fixed windows"])
-def test_a_run_keeps_its_batch_spread_and_an_earlier_commits_has_none_until_the_flag_is_given(
-    name: str,
-) -> None:
+def test_a_run_keeps_its_batch_spread_and_an_earlier_commits_has_none_until_the_flag_is_given(name):
     def resumed(state: str | dict[str, Any], spread: str, at: int = TRAINED) -> Source:
         load(argparse.Namespace(wlb_state=state if isinstance(state, str) else json.dumps(state)))
         first = MAKERS[name]()
@@ -191,7 +187,7 @@ def test_a_run_keeps_its_batch_spread_and_an_earlier_commits_has_none_until_the_
     ]
 
 
-def test_a_run_in_chunks_keeps_its_weights_on_a_layout_where_documents_wait() -> None:
+def test_a_run_in_chunks_keeps_its_weights_on_a_layout_where_documents_wait():
     """There auto would be equal, which changes the gradient's scale within the run."""
     state = saved_states("9513cca")["documents in chunks"]["state"]
     load(argparse.Namespace(wlb_state=state))
@@ -199,7 +195,7 @@ def test_a_run_in_chunks_keeps_its_weights_on_a_layout_where_documents_wait() ->
     assert line.startswith("--wlb-token-weights stays step") and now.config.token_weights == "step"
 
 
-def test_a_run_goes_on_in_chunks_or_whole_and_by_the_law_it_began_with_until_a_flag_says_otherwise() -> None:
+def test_a_run_goes_on_in_chunks_or_whole_and_by_the_law_it_began_with_until_a_flag_says_otherwise():
     """Of commit 9513cca, whose law knew no memory. This run would take the other kind, by a law that does."""
     chunks, whole = (MAKERS[name]().planner.packer for name in ("documents in chunks", "documents wait"))
     rooms = (StageRoom(1 << 30, 1, 9),) * 2
@@ -219,13 +215,13 @@ def test_a_run_goes_on_in_chunks_or_whole_and_by_the_law_it_began_with_until_a_f
         assert chosen(WlbConfig(), packer)["keeps_layers"]
 
 
-def test_a_state_of_another_iteration_than_the_checkpoint_is_refused() -> None:
+def test_a_state_of_another_iteration_than_the_checkpoint_is_refused():
     saved_after(1, source())
     with pytest.raises(Refused, match="has trained 4 samples, the checkpoint of iteration 2 8"):
         restored(source(), megatron(2))
 
 
-def test_a_release_checkpoint_goes_on_with_its_order_and_so_does_what_it_saves() -> None:
+def test_a_release_checkpoint_goes_on_with_its_order_and_so_does_what_it_saves():
     """Megatron begins at iteration 0 and counts samples on."""
     first, again = saved_after(3, source()), source()
     assert restored(again, megatron(0, samples=12)) == ["the document order goes on at sample 12"]
@@ -241,8 +237,8 @@ def test_a_release_checkpoint_goes_on_with_its_order_and_so_does_what_it_saves()
 @pytest.mark.parametrize("state", ["none", "the run's", "damaged"])
 @pytest.mark.parametrize(("samples", "micro_batch_size"), [(0, 1), (1, 2), (12, 1), (13, 2)])
 def test_one_command_with_the_flag_works_at_any_start_and_goes_on_at_every_requeue(
-    state: str, samples: int, micro_batch_size: int
-) -> None:
+    state, samples, micro_batch_size
+):
     """At iteration 0, with windows that have trained (a release checkpoint) or without."""
 
     def job(fresh: bool) -> Source:
@@ -270,7 +266,7 @@ def test_one_command_with_the_flag_works_at_any_start_and_goes_on_at_every_reque
         run = requeued
 
 
-def test_a_release_checkpoint_without_a_state_is_refused_and_its_batches_grow_by_megatrons_count() -> None:
+def test_a_release_checkpoint_without_a_state_is_refused_and_its_batches_grow_by_megatrons_count():
     """Global batches of 2 windows up to sample 10, then 4."""
 
     def growing(**settings: Any) -> Source:
@@ -291,7 +287,7 @@ def test_a_release_checkpoint_without_a_state_is_refused_and_its_batches_grow_by
 
 
 @pytest.mark.parametrize("fresh_order", [False, True])
-def test_coming_back_from_a_run_without_the_plugin_says_nothing_of_its_weights(fresh_order: bool) -> None:
+def test_coming_back_from_a_run_without_the_plugin_says_nothing_of_its_weights(fresh_order):
     load(argparse.Namespace())
     if not fresh_order:
         with pytest.raises(Refused):
@@ -302,7 +298,7 @@ def test_coming_back_from_a_run_without_the_plugin_says_nothing_of_its_weights(f
     assert weighs_equally(now.config, now.planner.packer)  # as a new run on this layout
 
 
-def test_a_checkpoint_without_a_state_needs_to_be_told_to_begin_anew() -> None:
+def test_a_checkpoint_without_a_state_needs_to_be_told_to_begin_anew():
     load(argparse.Namespace())
     with pytest.raises(Refused, match=r"iteration 3 holds no packing state.*--wlb-fresh-order"):
         restored(source(), megatron(3))
@@ -345,7 +341,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("words", CHANGES)
-def test_what_changed_is_refused_with_the_flag_that_takes_it_up_and_taken_up_with_it(words: str) -> None:
+def test_what_changed_is_refused_with_the_flag_that_takes_it_up_and_taken_up_with_it(words):
     args = megatron(4, samples=8)
     before = saved_after(4, documents())
     with pytest.raises(Refused) as refused:
@@ -358,7 +354,7 @@ def test_what_changed_is_refused_with_the_flag_that_takes_it_up_and_taken_up_wit
     assert (now.planner.samples, now.planner.trained) == (8, before.planner.trained)
     waiting = before.planner.packer.waiting
     assert waiting
-    arrived = now.planner.next_iteration().arrived  # type: ignore[union-attr]
+    arrived = now.planner.next_iteration().arrived
     if "lengths" in CHANGES[words]:
         assert lines[1:3] == ["corpora: 1 are new, 1 are gone", lines[2]] and "do not train" in lines[2]
         assert all(piece.start == piece.epoch == 0 for piece in arrived)
@@ -373,7 +369,7 @@ def test_what_changed_is_refused_with_the_flag_that_takes_it_up_and_taken_up_wit
         )
 
 
-def test_a_run_that_has_taken_up_an_order_goes_on_with_it_when_it_is_queued_again() -> None:
+def test_a_run_that_has_taken_up_an_order_goes_on_with_it_when_it_is_queued_again():
     """The job's flags are the same at each start: the order is not begun anew each time."""
     args = megatron(4, samples=8)
     saved_after(4, documents())
@@ -393,7 +389,7 @@ def test_a_run_that_has_taken_up_an_order_goes_on_with_it_when_it_is_queued_agai
 
 
 @pytest.mark.parametrize("trained", [8, 9])
-def test_windows_of_a_micro_batch_are_counted_as_megatrons_samples(trained: int) -> None:
+def test_windows_of_a_micro_batch_are_counted_as_megatrons_samples(trained):
     """Two a micro-batch from the fifth iteration on, also where those before had another number of samples."""
     args = megatron(4, trained)
     before = documents()
@@ -415,7 +411,7 @@ def test_windows_of_a_micro_batch_are_counted_as_megatrons_samples(trained: int)
         restored(documents(each=2), args)
 
 
-def test_the_flag_alone_begins_an_epoch_of_every_corpus() -> None:
+def test_the_flag_alone_begins_an_epoch_of_every_corpus():
     args = megatron(4, samples=8)
     before = saved_after(4, documents())
     now = documents(fresh=True)
@@ -423,7 +419,7 @@ def test_the_flag_alone_begins_an_epoch_of_every_corpus() -> None:
     assert lines[:2] == ["takes up the document order at sample 8: as --wlb-fresh-order asks", lines[1]]
     assert lines[1] == "corpora: 1 begin an epoch"
     waiting = before.planner.packer.waiting
-    arrived = now.planner.next_iteration().arrived  # type: ignore[union-attr]
+    arrived = now.planner.next_iteration().arrived
     assert sorted(arrived[: len(waiting)]) == sorted(waiting)[: len(arrived)]
     assert {piece.epoch for piece in arrived if piece not in waiting} <= {1}
 
@@ -452,7 +448,7 @@ DAMAGED = {
 }
 
 
-def test_a_digest_takes_what_was_saved_and_what_has_none() -> None:
+def test_a_digest_takes_what_was_saved_and_what_has_none():
     assert resume._opened(resume._sealed(WHOLE)) == resume._opened(json.dumps(WHOLE))
     assert resume._sealed(WHOLE) not in DAMAGED.values()  # each damage has changed something
 
@@ -460,24 +456,24 @@ def test_a_digest_takes_what_was_saved_and_what_has_none() -> None:
 @pytest.mark.parametrize(
     "saved", [with_planner(iteration=float("inf")), json.dumps({**WHOLE, "settings": None})]
 )
-def test_a_state_of_wrong_kinds_of_values_is_refused_with_a_line(saved: str) -> None:
+def test_a_state_of_wrong_kinds_of_values_is_refused_with_a_line(saved):
     load(argparse.Namespace(wlb_state=saved))
     with pytest.raises(Refused, match="the packing state is damaged: resume from another checkpoint; or add"):
         restored(documents(), megatron(4))
 
 
 @pytest.mark.parametrize("damage", DAMAGED)
-def test_a_state_that_cannot_be_read_is_said_to_be_and_all_begins(damage: str) -> None:
+def test_a_state_that_cannot_be_read_is_said_to_be_and_all_begins(damage):
     args = megatron(4, samples=8)
     load(argparse.Namespace(wlb_state=DAMAGED[damage]))
     with pytest.raises(Refused, match="--wlb-fresh-order"):
         restored(documents(), args)
     now = documents(fresh=True)
     assert "cannot be read" in restored(now, args)[1]
-    assert now.planner.next_iteration().arrived == documents().planner.next_iteration().arrived  # type: ignore[union-attr]
+    assert now.planner.next_iteration().arrived == documents().planner.next_iteration().arrived
 
 
-def test_a_resumed_run_says_at_which_length_documents_are_split_if_it_could_take_longer_ones() -> None:
+def test_a_resumed_run_says_at_which_length_documents_are_split_if_it_could_take_longer_ones():
     short, wide = (
         DocumentStream.of_lengths([300, 5, 80], Rules(longest, "chunk", seed=3, endless=True))
         for longest in (128, 256)

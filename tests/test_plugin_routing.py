@@ -1,7 +1,5 @@
 """Routers' statistics leave padding out, on every rank and pipeline stage."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,7 +36,7 @@ SUMMARY = PlanSummary(0, 0, 0, 0, 1.0, 1.0, 1.0, 1, 0, 0.0, 0, 0)
 
 
 @pytest.mark.parametrize("sharding", ["per-sequence", "per-document", "hybrid"])
-def test_ranks_together_mask_just_the_padding_piece(sharding: str) -> None:
+def test_ranks_together_mask_just_the_padding_piece(sharding):
     """Documents of 13 and 5 tokens on 4 ranks: two tokens of padding, as a third piece."""
     pieces = pad((Piece(0, 0, 0, 13), Piece(0, 1, 0, 5)), 4)
     plan = shard(np.array([13, 5, 2]), 4, sharding)
@@ -51,13 +49,13 @@ def test_ranks_together_mask_just_the_padding_piece(sharding: str) -> None:
     assert sorted(masked) == [18, 19]
 
 
-def test_nothing_is_masked_where_nothing_is_padded() -> None:
+def test_nothing_is_masked_where_nothing_is_padded():
     plan = shard(np.array([6, 2]), 2, "per-document")
     planned = PlannedMicroBatch(0, 0, (Piece(0, 0, 0, 6), Piece(0, 1, 0, 2)), plan, SUMMARY, 0.0)
     assert not any(padding_mask(planned, rank).any() for rank in range(2))
 
 
-def test_ranks_weigh_alike_where_one_holds_the_padding() -> None:
+def test_ranks_weigh_alike_where_one_holds_the_padding():
     """Of two ranks, this one with 28 tokens and 2 of padding: both weigh 58 / 2."""
     counts = wrap_token_counts(lambda *_, **__: ("experts", torch.tensor(28.0), torch.tensor(58.0)))
     ranks = SimpleNamespace(size=lambda: 2)
@@ -67,7 +65,7 @@ def test_ranks_weigh_alike_where_one_holds_the_padding() -> None:
     assert counts(None, ranks, topk=1, with_padding_mask=True, reduce_groups=groups)[1] == 58 / 8
 
 
-def test_biases_count_no_padding_and_megatron_gets_no_mask_to_fail_on() -> None:
+def test_biases_count_no_padding_and_megatron_gets_no_mask_to_fail_on():
     seen: list[Any] = []
     apply = wrap_apply_expert_bias(lambda *arguments: seen.append(arguments))
     routes = torch.tensor([[True, False, True], [True, True, False]])
@@ -80,7 +78,7 @@ def test_biases_count_no_padding_and_megatron_gets_no_mask_to_fail_on() -> None:
     assert all(len(arguments) == 2 for arguments in seen)
 
 
-def test_routers_losses_weigh_by_the_whole_micro_batch_before_0_19(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_routers_losses_weigh_by_the_whole_micro_batch_before_0_19(monkeypatch):
     """TP=2 with CP=3: up to 0.18 a router multiplies its losses by its own sixth of the tokens alone."""
     from megatron.core import parallel_state
     from megatron.training import global_vars
@@ -96,14 +94,12 @@ def test_routers_losses_weigh_by_the_whole_micro_batch_before_0_19(monkeypatch: 
 
 
 @pytest.mark.parametrize(("version", "mended"), [("0.16.2", True), ("0.18.3", True), ("0.19.1", False)])
-def test_the_strength_of_routers_losses_is_mended_where_megatron_does_not(
-    version: str, mended: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_strength_of_routers_losses_is_mended_where_megatron_does_not(version, mended, monkeypatch):
     monkeypatch.setattr(install, "megatron_version", lambda: version)
     assert any(hook.wrap is wrap_set_loss_scale for hook in install.rows()) == mended
 
 
-def test_a_later_stage_gets_its_part_of_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_later_stage_gets_its_part_of_the_mask(monkeypatch):
     from megatron.core import parallel_state
 
     monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_world_size", lambda: 2)
@@ -142,9 +138,7 @@ class Router:
         return float(kind == "seq_aux_loss")
 
 
-def test_a_documents_balance_is_megatrons_of_it_alone_and_weighs_by_its_tokens(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_documents_balance_is_megatrons_of_it_alone_and_weighs_by_its_tokens(monkeypatch):
     """On one rank, and as parts of two that hold tokens of all documents."""
     from megatron.core.transformer.moe.moe_utils import switch_load_balancing_loss_func
 
@@ -182,9 +176,7 @@ IN_CHUNKS = (
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
-def test_chunks_balance_as_their_document_whole_whether_their_layer_is_recomputed_or_not(
-    recomputed: bool,
-) -> None:
+def test_chunks_balance_as_their_document_whole_whether_their_layer_is_recomputed_or_not(recomputed):
     """Values add up to the whole documents', and each token's gradient is that of its whole document."""
     from megatron.core.transformer.moe.moe_utils import (
         compute_routing_scores_for_aux_loss,
@@ -241,7 +233,7 @@ def test_chunks_balance_as_their_document_whole_whether_their_layer_is_recompute
     assert not part(document_balance.Routed).chunked
 
 
-def test_routers_of_a_layer_that_is_recomputed_get_its_own_micro_batchs_documents() -> None:
+def test_routers_of_a_layer_that_is_recomputed_get_its_own_micro_batchs_documents():
     seen = []
     first, second = (Documents(torch.tensor([at]), 1) for at in (0, 1))
 
@@ -267,7 +259,7 @@ def test_routers_of_a_layer_that_is_recomputed_get_its_own_micro_batchs_document
     assert seen == [first, second]
 
 
-def test_without_a_plan_megatrons_own_loss_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_plan_megatrons_own_loss_is_taken(monkeypatch):
     apply = wrap_apply_seq_aux_loss(lambda *args, **kwargs: (args, kwargs))
     router = SimpleNamespace(get_aux_loss_coeff=lambda kind: 0.1)
     assert apply(router, "probs", "scores", "routes", 8, 1, with_padding_mask=True) == (

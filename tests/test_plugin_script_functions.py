@@ -1,10 +1,6 @@
 """Which of a script's functions are Megatron's own, and what becomes of those that are not."""
 
-from __future__ import annotations
-
 import importlib.util
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,7 +59,7 @@ UNLIKE_IT = {
 
 
 @pytest.fixture
-def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+def script(tmp_path, monkeypatch):
     """Makes a module of a text, in a file of its own. Megatron's functions are those of SCRIPT."""
 
     def made(text: str) -> Any:
@@ -84,13 +80,13 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any
 
 
 @pytest.mark.parametrize("what", LIKE_IT)
-def test_a_forks_other_lines_do_not_matter(what: str, script: Callable[..., Any]) -> None:
+def test_a_forks_other_lines_do_not_matter(what, script):
     module = script(LIKE_IT[what](SCRIPT))
     assert is_megatrons(module.forward_step) and is_megatrons(module.provider)
 
 
 @pytest.mark.parametrize("what", UNLIKE_IT)
-def test_what_changes_a_step_is_seen_also_in_its_helpers(what: str, script: Callable[..., Any]) -> None:
+def test_what_changes_a_step_is_seen_also_in_its_helpers(what, script):
     module = script(UNLIKE_IT[what](SCRIPT))
     assert not is_megatrons(module.forward_step) and is_megatrons(module.provider)
 
@@ -102,18 +98,14 @@ def handed(module: Any, *, replace: bool = False) -> Script:
     return state
 
 
-def test_megatrons_own_are_replaced_without_a_word(
-    script: Callable[..., Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_megatrons_own_are_replaced_without_a_word(script, capsys):
     handed(script(SCRIPT))
     assert loss_to_call(None, distills=False) is None and capsys.readouterr().out == ""
     distilling = loss_to_call("a model", distills=True)
     assert distilling is not None and distilling([1], [2, 3]) == (5, 2, {"lm loss": 1})
 
 
-def test_a_loss_function_of_the_scripts_own_is_called_with_and_without_a_model(
-    script: Callable[..., Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_loss_function_of_the_scripts_own_is_called_with_and_without_a_model(script, capsys):
     head = "def loss_func(loss_mask, output_tensor, model=None):"
     for parameters, expected in (("", 10), (", model=None", 50)):
         text = SCRIPT.replace(head, f"def loss_func(loss_mask, output_tensor{parameters}):")
@@ -134,9 +126,7 @@ def test_a_loss_function_of_the_scripts_own_is_called_with_and_without_a_model(
         (("output_tensor, model=None):", "output_tensor, scale):"), "loss function loss_func ("),
     ],
 )
-def test_what_cannot_be_called_is_refused_or_replaced_with_a_line(
-    what: tuple[str, str], named: str, script: Callable[..., Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_called_is_refused_or_replaced_with_a_line(what, named, script, capsys):
     module = script(SCRIPT.replace(*what))
     with pytest.raises(Refused, match="--wlb-replace-script-functions") as refused:
         handed(module)
@@ -146,7 +136,7 @@ def test_what_cannot_be_called_is_refused_or_replaced_with_a_line(
     assert loss_to_call(None, distills=False) is None
 
 
-def test_a_loss_function_that_counts_no_tokens_ends_the_run(script: Callable[..., Any]) -> None:
+def test_a_loss_function_that_counts_no_tokens_ends_the_run(script):
     handed(script(SCRIPT.replace("len(output_tensor), {", "{")))
     function = loss_to_call(None, distills=False)
     assert function is not None
@@ -154,7 +144,7 @@ def test_a_loss_function_that_counts_no_tokens_ends_the_run(script: Callable[...
         function([1], [2])
 
 
-def test_what_has_no_source_is_not_megatrons(script: Callable[..., Any]) -> None:
+def test_what_has_no_source_is_not_megatrons(script):
     made: dict[str, Any] = {}
     exec("def forward_step(data_iterator, model):\n    return 1", made)
     state = part(Script)

@@ -1,7 +1,5 @@
 """The launcher over users' own scripts, and what it says about the Megatron it finds."""
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 import sys
@@ -71,7 +69,7 @@ def run(command: list[str], **environment: str) -> subprocess.CompletedProcess[s
 
 @pytest.mark.megatron
 @pytest.mark.parametrize("start", ["-m wlb_megatron.launch wrapper.py", "patched.py"])
-def test_a_wrapped_script_of_ones_own_trains_with_its_flags(start: str, corpus: Path, tmp_path: Path) -> None:
+def test_a_wrapped_script_of_ones_own_trains_with_its_flags(start, corpus, tmp_path):
     patched = PATCHED.replace("PATCH", patch_lines())
     for name, text in (("users_script", USERS_SCRIPT), ("wrapper", WRAPPER), ("patched", patched)):
         (tmp_path / f"{name}.py").write_text(text)
@@ -126,7 +124,7 @@ def run_late(pretrain: str, corpus: Path, folder: Path) -> subprocess.CompletedP
 
 
 @pytest.mark.megatron
-def test_a_script_trains_though_a_helper_took_pretrain_by_name_before(corpus: Path, tmp_path: Path) -> None:
+def test_a_script_trains_though_a_helper_took_pretrain_by_name_before(corpus, tmp_path):
     """Megatron trained without the plugin, and the run succeeded."""
     done = run_late("helper.run_pretrain", corpus, tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -134,9 +132,7 @@ def test_a_script_trains_though_a_helper_took_pretrain_by_name_before(corpus: Pa
 
 
 @pytest.mark.megatron
-def test_a_pretrain_that_was_held_out_of_sight_ends_with_a_line_at_its_first_step(
-    corpus: Path, tmp_path: Path
-) -> None:
+def test_a_pretrain_that_was_held_out_of_sight_ends_with_a_line_at_its_first_step(corpus, tmp_path):
     done = run_late("helper.held[0]", corpus, tmp_path)
     assert done.returncode == 1
     assert "the data of this training step are not the plugin's" in done.stderr.strip().splitlines()[-1]
@@ -153,7 +149,7 @@ def launched(corpus: Path, folder: Path, *more: str) -> subprocess.CompletedProc
 
 
 @pytest.mark.megatron
-def test_a_step_and_data_of_a_scripts_own_are_refused_with_their_lines(corpus: Path, tmp_path: Path) -> None:
+def test_a_step_and_data_of_a_scripts_own_are_refused_with_their_lines(corpus, tmp_path):
     """They were replaced without a word."""
     done = launched(corpus, tmp_path)
     assert done.returncode == 1
@@ -164,16 +160,14 @@ def test_a_step_and_data_of_a_scripts_own_are_refused_with_their_lines(corpus: P
 
 
 @pytest.mark.megatron
-def test_the_same_flags_train_with_the_plugin_off_though_nothing_is_evaluated(
-    corpus: Path, tmp_path: Path
-) -> None:
+def test_the_same_flags_train_with_the_plugin_off_though_nothing_is_evaluated(corpus, tmp_path):
     """Megatron counts samples by --eval-interval, which has no default: an A/B ended in its TypeError."""
     done = launched(corpus, tmp_path, "--wlb-off")
     # It has come to the script's own data provider.
     assert "the plugin did not replace this" in done.stderr, done.stderr[-2000:]
 
 
-def test_a_patched_fork_runs_without_the_plugin_installed_unless_a_flag_asks_for_it() -> None:
+def test_a_patched_fork_runs_without_the_plugin_installed_unless_a_flag_asks_for_it():
     bare = [sys.executable, "-I", "-S", "-c", patch_lines()]  # no site packages, no folder of this project
     for flags_given, missing in ((["--lr", "1"], False), (["--wlb-log", "steps.jsonl"], True)):
         done = subprocess.run([*bare, *flags_given], capture_output=True, text=True, check=False)
@@ -182,7 +176,7 @@ def test_a_patched_fork_runs_without_the_plugin_installed_unless_a_flag_asks_for
 
 
 @pytest.mark.megatron
-def test_a_release_that_moved_a_parameter_or_lacks_a_package_is_told_by_name(tmp_path: Path) -> None:
+def test_a_release_that_moved_a_parameter_or_lacks_a_package_is_told_by_name(tmp_path):
     """Signatures are checked before anything is replaced: never half installed."""
     script = """
 import dataclasses, sys
@@ -210,9 +204,7 @@ assert arguments.parse_args is before
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_megatrons_dataset_helpers_are_built_only_where_its_own_datasets_may_be(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_megatrons_dataset_helpers_are_built_only_where_its_own_datasets_may_be(monkeypatch):
     made: list[str] = []
     compile_helpers = hand_over.wrap_compile_helpers(lambda: made.append("made"))
     monkeypatch.setattr(hand_over.importlib.util, "find_spec", lambda name: None)
@@ -224,9 +216,7 @@ def test_megatrons_dataset_helpers_are_built_only_where_its_own_datasets_may_be(
     assert made
 
 
-def test_a_yaml_file_that_replaces_all_flags_is_refused_where_flags_are_read(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_yaml_file_that_replaces_all_flags_is_refused_where_flags_are_read(monkeypatch):
     """Megatron's load_yaml returns other arguments than the parser's, and validates them elsewhere."""
     parse_args = take_over.wrap_parse_args(lambda provider, unknown: argparse.Namespace(yaml_cfg="run.yaml"))
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--yaml-cfg", "run.yaml"])
@@ -236,7 +226,7 @@ def test_a_yaml_file_that_replaces_all_flags_is_refused_where_flags_are_read(
     assert parse_args().wlb_off
 
 
-def test_with_the_plugin_off_pretrain_gets_what_the_script_gave(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_the_plugin_off_pretrain_gets_what_the_script_gave(monkeypatch):
     got: list[object] = []
 
     def original(
@@ -250,11 +240,11 @@ def test_with_the_plugin_off_pretrain_gets_what_the_script_gave(monkeypatch: pyt
     assert all(result is other for result, other in zip(got, arguments, strict=True))
 
 
-def test_before_the_flags_are_read_pretrain_gets_what_decides_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_before_the_flags_are_read_pretrain_gets_what_decides_later(monkeypatch):
     """megatron-core before 0.18 parses inside pretrain(): the script's own parts are used if the plugin is then off."""
     results: list[str] = []
 
-    def original(train_valid_test_dataset_provider, model_provider, model_type, forward_step_func):  # type: ignore[no-untyped-def]
+    def original(train_valid_test_dataset_provider, model_provider, model_type, forward_step_func):
         results.append(str(train_valid_test_dataset_provider.is_distributed))
         results.append(train_valid_test_dataset_provider([1, 1, 1]))
         results.append(model_provider(pre_process=True))
@@ -269,9 +259,7 @@ def test_before_the_flags_are_read_pretrain_gets_what_decides_later(monkeypatch:
     assert results == ["False", "data of [1, 1, 1]", "model True", "step iterator model"]
 
 
-def test_the_launcher_told_to_help_says_its_usage_and_succeeds(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_launcher_told_to_help_says_its_usage_and_succeeds(monkeypatch, capsys):
     from wlb_megatron.plugin import launch as launcher
 
     monkeypatch.setattr("sys.argv", ["launch", "--help"])
@@ -285,8 +273,8 @@ def test_the_launcher_told_to_help_says_its_usage_and_succeeds(
 
 @pytest.mark.parametrize("asked", [["-h"], ["--num-layers", "2", "--help"]])
 def test_the_entry_on_a_wheel_told_to_help_says_the_plugins_flags_whatever_megatron_can_print(
-    asked: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    asked, monkeypatch, capsys
+):
     from wlb_megatron.plugin import pretrain_gpt
 
     monkeypatch.setattr("sys.argv", ["pretrain_gpt", *asked])

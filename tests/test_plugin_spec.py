@@ -1,7 +1,5 @@
 """A model in which some layer would not isolate documents is refused when it is built, never trained."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,27 +29,27 @@ class Recurrent(MambaLayer):
         torch.nn.Module.__init__(self)
 
 
-def test_a_layer_that_carries_state_over_documents_is_named() -> None:
+def test_a_layer_that_carries_state_over_documents_is_named():
     model = torch.nn.ModuleDict({"0": torch.nn.ModuleDict({"mixer": Recurrent()})})
     with pytest.raises(Refused, match=r"0\.mixer is a Recurrent"):
         prepare_model([model], WlbConfig())
 
 
-def test_an_attention_that_came_in_after_the_plugins_is_named() -> None:
+def test_an_attention_that_came_in_after_the_plugins_is_named():
     model = torch.nn.ModuleDict({"0": torch.nn.ModuleDict({"attention": Foreign()})})
     with pytest.raises(Refused, match=r"0\.attention was built with Identity"):
         prepare_model([model], WlbConfig())
 
 
 @pytest.mark.parametrize("ring", [False, True])
-def test_the_host_waits_for_transfers_of_a_ring_exchange_alone(ring: bool) -> None:
+def test_the_host_waits_for_transfers_of_a_ring_exchange_alone(ring):
     model = torch.nn.Identity()
     model.config = SimpleNamespace(use_ring_exchange_p2p=ring, batch_p2p_sync=True)
     prepare_model([model], WlbConfig())
     assert model.config.batch_p2p_sync is ring
 
 
-def test_a_layer_without_core_attention_is_refused() -> None:
+def test_a_layer_without_core_attention_is_refused():
     spec = SimpleNamespace(module="StateSpaceLayer", submodules=SimpleNamespace())
     with pytest.raises(Refused, match="no core_attention in the layer spec StateSpaceLayer"):
         with_wlb_attention(spec)

@@ -1,10 +1,7 @@
 """Costs fitted to samples whose truth is known, and profiles as files."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +9,7 @@ import pytest
 
 from wlb_megatron.errors import WlbError
 from wlb_megatron.profiler.points import GRIDS, attention_points
-from wlb_megatron.workload.costs import Costs, Curve
+from wlb_megatron.workload.costs import Curve
 from wlb_megatron.workload.fit import fit
 from wlb_megatron.workload.fit_attention import Overheads, predicted
 from wlb_megatron.workload.kernel_table import h100
@@ -94,22 +91,22 @@ def made_samples(noise: float = 0.0) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def samples() -> list[dict[str, Any]]:
+def samples():
     return made_samples()
 
 
 @pytest.fixture(scope="module")
-def costs(samples: list[dict[str, Any]]) -> Costs:
+def costs(samples):
     return fit(MODEL, samples, GPU)
 
 
 @pytest.fixture
-def profiled(samples: list[dict[str, Any]], costs: Costs) -> dict[str, Any]:
+def profiled(samples, costs):
     settings = {"model": asdict(MODEL), "gpu": "a GPU", "versions": {"torch": "2"}}
     return {"format": FORMAT, "settings": settings, "samples": samples, "fit": costs.as_dict()}
 
 
-def test_a_fit_finds_the_costs_that_the_times_were_made_of(costs: Costs) -> None:
+def test_a_fit_finds_the_costs_that_the_times_were_made_of(costs):
     for way, table in (("forward", costs.forward), ("backward", costs.backward)):
         real = truth(way)
         assert table.call == pytest.approx(real.call, rel=0.1)
@@ -133,9 +130,7 @@ def test_a_fit_finds_the_costs_that_the_times_were_made_of(costs: Costs) -> None
         )
 
 
-def test_a_host_that_waits_for_routes_launches_as_fast_as_with_few_tokens(
-    samples: list[dict[str, Any]],
-) -> None:
+def test_a_host_that_waits_for_routes_launches_as_fast_as_with_few_tokens(samples):
     launches = {64: 300_000, 1024: 400_000, 8192: 3_000_000, 32768: 12_000_000}
     timed = [
         sample | {f"host_{way}": launches[sample["sizes"]["tokens"]] for way in SHARES}
@@ -149,9 +144,7 @@ def test_a_host_that_waits_for_routes_launches_as_fast_as_with_few_tokens(
 
 
 @pytest.mark.parametrize("backend", ["cudnn", "fa4"])
-def test_bottom_right_calls_have_the_times_that_were_measured_of_them(
-    samples: list[dict[str, Any]], backend: str
-) -> None:
+def test_bottom_right_calls_have_the_times_that_were_measured_of_them(samples, backend):
     """Half as much at as many keys as queries, where nothing masked is computed."""
     shares = {1: 0.5, 1.5: 2 / 3, 2: 0.75, 4: 0.875, 8: 0.9375}
 
@@ -183,13 +176,13 @@ def test_bottom_right_calls_have_the_times_that_were_measured_of_them(
             assert masked == pytest.approx(rectangle * share, rel=0.06), (queries, ratio)
 
 
-def test_forward_and_backward_sum_to_the_table_that_shardings_are_chosen_by(costs: Costs) -> None:
+def test_forward_and_backward_sum_to_the_table_that_shardings_are_chosen_by(costs):
     sizes = np.array([700, 9000])
     parts = costs.forward.diagonal_ns(sizes) + costs.backward.diagonal_ns(sizes)
     assert np.abs(costs.table.diagonal_ns(sizes) - parts).max() <= 2  # each rounded
 
 
-def test_the_cost_model_of_a_profile_is_that_of_its_times(costs: Costs) -> None:
+def test_the_cost_model_of_a_profile_is_that_of_its_times(costs):
     """A 64K document's attention over the rest of its layer is 64K / quadratic_at; rows moved are linear: the rest."""
     size = np.array([65536])
     rows = 2 * (4 + 3.5) * 65536
@@ -199,14 +192,14 @@ def test_the_cost_model_of_a_profile_is_that_of_its_times(costs: Costs) -> None:
     assert costs.per_document >= 0
 
 
-def test_samples_left_out_are_predicted_within_the_noise(samples: list[dict[str, Any]]) -> None:
+def test_samples_left_out_are_predicted_within_the_noise(samples):
     for check in leave_out(MODEL, samples, GPU):
         assert check.mean < 0.02 and check.p95 < 0.06, check
     noisy = {check.part: check.mean for check in leave_out(MODEL, made_samples(noise=0.02), GPU)}
     assert 0.003 < noisy["share"] < 0.05 and 0.003 < noisy["held_out"] < 0.05
 
 
-def test_an_error_left_out_of_the_fit_is_seen(samples: list[dict[str, Any]]) -> None:
+def test_an_error_left_out_of_the_fit_is_seen(samples):
     """Shares three times as slow as their kernels' truth say so, where they are predicted unseen and unlike others."""
     wrong = [dict(s) for s in samples]
     at = next(i for i, s in enumerate(wrong) if s["part"] == "share")
@@ -215,7 +208,7 @@ def test_an_error_left_out_of_the_fit_is_seen(samples: list[dict[str, Any]]) -> 
     assert min(share.errors) < -0.5
 
 
-def test_a_curve_goes_on_as_its_last_line_does() -> None:
+def test_a_curve_goes_on_as_its_last_line_does():
     curve = Curve(tokens=(10, 20, 40), forward=(100, 100, 300), backward=(1, 2, 4))
     forward, backward = curve.at([0, 10, 15, 30, 60])
     assert forward.tolist() == [100, 100, 100, 200, 500]
@@ -230,18 +223,18 @@ def test_a_curve_goes_on_as_its_last_line_does() -> None:
         {"tokens": (1.0, 2.0), "forward": (1.0,), "backward": (1.0, 2.0)},
     ],
 )
-def test_a_curve_refuses_what_is_none(fields: dict[str, Any]) -> None:
+def test_a_curve_refuses_what_is_none(fields):
     with pytest.raises(ValueError, match="token count"):
         Curve(**fields)
 
 
 @pytest.mark.parametrize("part", ["call", "layer", "optimizer", "rectangle", "diagonal", "loss"])
-def test_a_fit_names_what_it_lacks(samples: list[dict[str, Any]], part: str) -> None:
+def test_a_fit_names_what_it_lacks(samples, part):
     with pytest.raises(WlbError, match="the profile lacks"):
         fit(MODEL, [s for s in samples if s["part"] != part], GPU)
 
 
-def test_a_profile_is_read_as_it_was_written(tmp_path: Path, profiled: dict[str, Any], costs: Costs) -> None:
+def test_a_profile_is_read_as_it_was_written(tmp_path, profiled, costs):
     path = tmp_path / "profile.json"
     write_profile(path, profiled)
     read = read_profile(path)
@@ -262,9 +255,7 @@ def test_a_profile_is_read_as_it_was_written(tmp_path: Path, profiled: dict[str,
         (lambda t: [1], "not of format"),
     ],
 )
-def test_a_damaged_profile_is_told_in_one_line(
-    tmp_path: Path, profiled: dict[str, Any], change: Any, message: str
-) -> None:
+def test_a_damaged_profile_is_told_in_one_line(tmp_path, profiled, change, message):
     path = tmp_path / "profile.json"
     write_profile(path, profiled)
     path.write_text(json.dumps(change(json.loads(path.read_text()))))
@@ -278,9 +269,7 @@ def test_a_damaged_profile_is_told_in_one_line(
         read_profile(tmp_path / "none.json")
 
 
-def test_a_profile_of_another_model_is_refused_with_what_differs(
-    tmp_path: Path, profiled: dict[str, Any]
-) -> None:
+def test_a_profile_of_another_model_is_refused_with_what_differs(tmp_path, profiled):
     write_profile(tmp_path / "p.json", profiled)
     profile: Profile = read_profile(tmp_path / "p.json")
     profile.refuse_other({"hidden": 4096, "tp": 4})

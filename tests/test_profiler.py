@@ -1,14 +1,11 @@
 """The profiler on a CPU with plain torch: real timings of a small grid, kept while it measures."""
 
-from __future__ import annotations
-
 import json
 import os
 import runpy
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,18 +30,18 @@ MODEL = ProfiledModel(hidden=32, ffn=64, heads=4, kv_heads=2, head_dim=8, vocab=
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_thread() -> None:
+def one_thread():
     torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
-def profile_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def profile_path(tmp_path_factory):
     out = tmp_path_factory.mktemp("profile") / "profile.json"
     assert main(["profile", "--out", str(out), *FLAGS]) == 0
     return out
 
 
-def test_a_profile_says_what_it_is_of_and_how_sure_it_is(profile_path: Path) -> None:
+def test_a_profile_says_what_it_is_of_and_how_sure_it_is(profile_path):
     profiled = json.loads(profile_path.read_text())
     settings = profiled["settings"]
     assert settings["model"]["hidden"] == 32 and settings["versions"]["torch"] == torch.__version__
@@ -72,16 +69,14 @@ def test_a_profile_says_what_it_is_of_and_how_sure_it_is(profile_path: Path) -> 
     assert [path.name for path in profile_path.parent.iterdir()] == ["profile.json"]
 
 
-def test_timings_are_real_a_longer_layer_takes_longer(profile_path: Path) -> None:
+def test_timings_are_real_a_longer_layer_takes_longer(profile_path):
     layer = [s for s in json.loads(profile_path.read_text())["samples"] if s["part"] == "layer"]
     # The quickest of each: a busy machine makes others longer.
     times = {s["sizes"]["tokens"]: min(s["forward"]) for s in layer}
     assert times[512] > times[16]
 
 
-def test_an_interrupted_profile_goes_on_where_it_was(
-    tmp_path: Path, profile_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_interrupted_profile_goes_on_where_it_was(tmp_path, profile_path, capsys):
     out, partial = tmp_path / "p.json", tmp_path / "p.json.partial"
     profiled = json.loads(profile_path.read_text())
     profiled["samples"][0]["forward"] = [123456789, 123456789, 123456789]
@@ -95,9 +90,7 @@ def test_an_interrupted_profile_goes_on_where_it_was(
 
 
 @pytest.mark.parametrize("other", ["another model", "{"])
-def test_what_another_model_left_is_not_taken(
-    tmp_path: Path, profile_path: Path, capsys: pytest.CaptureFixture[str], other: str
-) -> None:
+def test_what_another_model_left_is_not_taken(tmp_path, profile_path, capsys, other):
     profiled = json.loads(profile_path.read_text())
     profiled["settings"]["model"]["hidden"] = 64
     of_another = json.dumps({name: profiled[name] for name in ("settings", "samples")})
@@ -107,9 +100,7 @@ def test_what_another_model_left_is_not_taken(
     assert "starting over" in printed and "points were left out" in printed and "the profile lacks" in printed
 
 
-def test_a_budget_ends_measuring_but_keeps_what_was_measured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_budget_ends_measuring_but_keeps_what_was_measured(tmp_path, capsys):
     out = tmp_path / "p.json"
     assert main(["profile", "--out", str(out), *FLAGS, "--budget", "0"]) == 2
     capsys.readouterr()
@@ -129,9 +120,7 @@ def test_a_budget_ends_measuring_but_keeps_what_was_measured(
         ("--refit none.json", "cannot be read"),
     ],
 )
-def test_wrong_flags_end_in_one_line(
-    tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str], flags: str, message: str
-) -> None:
+def test_wrong_flags_end_in_one_line(tmp_path, monkeypatch, capsys, flags, message):
     monkeypatch.chdir(tmp_path)
     assert main(["profile", *flags.split()]) == 2
     error = capsys.readouterr().err
@@ -150,21 +139,21 @@ def one_of_two(rank: int, port: int, flags: list[str]) -> None:
     assert end.value.code == 0
 
 
-def test_several_processes_measure_the_network(tmp_path: Path) -> None:
+def test_several_processes_measure_the_network(tmp_path):
     out = tmp_path / "p.json"
     spawn(one_of_two, (free_port(), ["--out", str(out), *FLAGS]), 2)
     links = read_profile(out).costs.links
     assert links is not None and set(links) == {"all_gather", "reduce_scatter", "all_to_all", "p2p"}
 
 
-def test_a_clock_measures_forward_and_backward_apart() -> None:
+def test_a_clock_measures_forward_and_backward_apart():
     clock = Clock(torch.device("cpu"), seconds=0.02)
     timing = clock.measure(lambda: time.sleep(0.002), lambda _: time.sleep(0.02))
     assert 2e6 <= timing.forward[0] < timing.backward[0] and timing.backward[0] >= 20e6
     assert timing.repeats >= 3 and timing.host_forward == 0
 
 
-def test_the_full_grid_covers_long_and_tiny_segments_and_fills_the_device() -> None:
+def test_the_full_grid_covers_long_and_tiny_segments_and_fills_the_device():
     model = ProfiledModel(hidden=4096, ffn=11008, heads=32, kv_heads=8, head_dim=128, vocab=128256, tp=4)
     points = list(attention_points(GRIDS["full"], model))
     assert len({point.key for point in points}) == len(points)
@@ -177,17 +166,17 @@ def test_the_full_grid_covers_long_and_tiny_segments_and_fills_the_device() -> N
     assert points == list(attention_points(GRIDS["full"], model))  # seeded
 
 
-def test_a_share_alone_attends_to_as_many_keys_as_in_its_group() -> None:
+def test_a_share_alone_attends_to_as_many_keys_as_in_its_group():
     bench = AttentionBench(MODEL, _Counting(), torch.device("cpu"), torch.float32)
     for point in attention_points(GRIDS["tiny"], MODEL):
         if point.plan is None:
             continue
-        bench.kernels.seen.clear()  # type: ignore[attr-defined]
+        bench.kernels.seen.clear()
         forward, backward = bench.step(point)
         backward(forward())
         rows = point.plan.ranks[point.rank]
         pairs = sum((e * (e + 1) - s * (s + 1)) // 2 for _, s, e in rows.tolist())
-        assert bench.kernels.seen[0] == pairs  # type: ignore[attr-defined]
+        assert bench.kernels.seen[0] == pairs
         layout = _alone(attention_layout(point.plan, point.rank))
         assert device_layout(layout, "cpu").tokens == int((rows[:, 2] - rows[:, 1]).sum())
 
@@ -213,7 +202,7 @@ class _Counting:
         return self.inner.backward(*args)
 
 
-def test_a_layer_keeps_its_gradients_in_fp32_and_gives_the_inputs() -> None:
+def test_a_layer_keeps_its_gradients_in_fp32_and_gives_the_inputs():
     layer = torch_layer(MODEL, torch.device("cpu"), torch.float32)
     forward, backward = layer_step(layer, MODEL, 8, torch.empty(0))
     out = forward()
@@ -224,7 +213,7 @@ def test_a_layer_keeps_its_gradients_in_fp32_and_gives_the_inputs() -> None:
         assert held.grad is None and float(held.main_grad.abs().sum()) > 0
 
 
-def test_a_layers_experts_see_the_tokens_that_chose_them() -> None:
+def test_a_layers_experts_see_the_tokens_that_chose_them():
     """One token at a time. Of 8 experts over 2 ranks 4 are measured, on half of the tokens: TP 2, expert-tensor 1."""
     experts = Experts(8, 16, parallel=2, tensor=1, chosen=2, shared=8)
     model = replace(MODEL, ffn=40, tp=2, experts=experts)
@@ -246,9 +235,7 @@ def test_a_layers_experts_see_the_tokens_that_chose_them() -> None:
         torch.testing.assert_close(out[token, 0], attended[token, 0] + expected)
 
 
-def test_a_profile_with_experts_is_of_them_alone(
-    tmp_path: Path, profile_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_profile_with_experts_is_of_them_alone(tmp_path, profile_path, capsys):
     """Of a launch command; analyze then needs no flags of experts, and refuses other ones."""
     launch = """torchrun --nproc-per-node 4 pretrain_gpt.py --hidden-size 32 --num-attention-heads 4 --swiglu
     --num-query-groups 2 --group-query-attention --vocab-size 128 --num-experts 8 --moe-router-topk 2
@@ -271,7 +258,7 @@ def test_a_profile_with_experts_is_of_them_alone(
     assert "multi-latent attention is not measured" in capsys.readouterr().err
 
 
-def test_points_are_named_by_what_they_measure() -> None:
+def test_points_are_named_by_what_they_measure():
     keys = [point.key for point in attention_points(GRIDS["tiny"], MODEL)]
     assert len(set(keys)) == len(keys)
 
@@ -299,11 +286,11 @@ class _Event:
     def record(self) -> None:
         self.at = _Time.now
 
-    def elapsed_time(self, later: _Event) -> float:
+    def elapsed_time(self, later: "_Event") -> float:
         return (later.at - self.at) / 1e6
 
 
-def test_a_gpus_clock_heats_the_device_and_tells_launches_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpus_clock_heats_the_device_and_tells_launches_apart(monkeypatch):
     asleep: list[int] = []
     monkeypatch.setattr(clock, "time", _Time)
     monkeypatch.setattr(torch.cuda, "Event", _Event)

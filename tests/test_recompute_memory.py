@@ -1,7 +1,5 @@
 """What planned recomputation takes a stage to hold, what the law expects it to keep, how measurements correct it."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import fields, replace
 from types import SimpleNamespace
@@ -39,19 +37,19 @@ KEPT, INPUT = 32 + 24 + 8 + 48, 8
 
 
 def only_chunk(layout: Layout, stage: int = 0, **more: int) -> object:
-    (chunk,) = stage_memory(TINY, layout, stage, [4], **more).chunks  # type: ignore[arg-type]
+    (chunk,) = stage_memory(TINY, layout, stage, [4], **more).chunks
     return chunk
 
 
 @pytest.mark.parametrize(("unit", "inputs"), [(1, 4), (2, 2), (3, 2), (4, 1), (9, 1)])
-def test_uniform_units_keep_one_input_each_and_blocks_one_of_each_layer(unit: int, inputs: int) -> None:
+def test_uniform_units_keep_one_input_each_and_blocks_one_of_each_layer(unit, inputs):
     chunk = only_chunk(replace(FULL, recompute_layers=unit))
     assert (chunk.layers, chunk.recomputed, chunk.kept, chunk.input) == (4, 4, KEPT, INPUT)
     assert (chunk.floor, chunk.switched) == (inputs * INPUT, (4 - inputs) * INPUT)
     assert chunk.remade == min(unit, 4) * KEPT
 
 
-def test_blocks_keep_the_layers_that_the_flags_do_not_recompute() -> None:
+def test_blocks_keep_the_layers_that_the_flags_do_not_recompute():
     block = replace(FULL, recompute_block=True, recompute_layers=3)
     chunk = only_chunk(block)
     assert (chunk.recomputed, chunk.floor, chunk.switched) == (3, 3 * INPUT + KEPT, 0)
@@ -60,7 +58,7 @@ def test_blocks_keep_the_layers_that_the_flags_do_not_recompute() -> None:
     assert (every.recomputed, every.floor, every.remade) == (4, 4 * INPUT, KEPT)
 
 
-def test_blocks_keep_multi_token_predictions_layers_which_uniform_recomputes() -> None:
+def test_blocks_keep_multi_token_predictions_layers_which_uniform_recomputes():
     assert only_chunk(FULL, 0, depths=2) == only_chunk(FULL), "they are on the last stage"
     chunk = only_chunk(FULL, 1, depths=2)
     assert (chunk.floor, chunk.switched) == (6 * INPUT, 2 * (KEPT - INPUT))
@@ -71,7 +69,7 @@ def test_blocks_keep_multi_token_predictions_layers_which_uniform_recomputes() -
     assert (first.keyed, last.keyed) == (2, 3), "keys of documents in chunks, beside the layers'"
 
 
-def test_a_hybrid_models_layers_hold_their_parts_of_a_whole_layer() -> None:
+def test_a_hybrid_models_layers_hold_their_parts_of_a_whole_layer():
     attention, mlp = 16 + 24 + 8, 16 + 48
     layout = replace(FULL, context=2)
     keys = 2 * 2 * 2 * 2  # with those of the other rank
@@ -102,7 +100,7 @@ def test_a_hybrid_models_layers_hold_their_parts_of_a_whole_layer() -> None:
         )
 
 
-def test_gated_delta_nets_hold_more_at_work_and_no_keys() -> None:
+def test_gated_delta_nets_hold_more_at_work_and_no_keys():
     """1 key head of 2, 2 value heads of 2: the convolution's input and output 2 x 8, normalized 2 x 2, repeated 2 x 4,
     five of 4, and 64 for each value head; 20 bytes a value head in fp32. At work rows of 16 twice, states of 8."""
     nets = DeltaNets(layers=2, key_heads=1, value_heads=2, key_dim=2, value_dim=2)
@@ -123,7 +121,7 @@ def test_gated_delta_nets_hold_more_at_work_and_no_keys() -> None:
     assert layer_bytes(whole, FULL, symbol="N") == net + mlp
 
 
-def test_exchanged_keys_are_kept_or_gathered_again() -> None:
+def test_exchanged_keys_are_kept_or_gathered_again():
     keys = 2 * 2 * 2 * 2  # two ranks' key and value of two channels in two bytes
     kept = only_chunk(replace(FULL, context=2))
     again = only_chunk(replace(FULL, context=2, keep_keys=False))
@@ -134,7 +132,7 @@ def test_exchanged_keys_are_kept_or_gathered_again() -> None:
     assert again.working == 5 * 4 * 2 + 16 * 4 * 2 + 2 * keys + 2 * 4 * 2 - 48
 
 
-def test_keys_for_later_chunks_are_held_with_their_fp32_gradients() -> None:
+def test_keys_for_later_chunks_are_held_with_their_fp32_gradients():
     memory = stage_memory(TINY, FULL, 1, [4])
     assert memory.keys == 2 * 2 * (2 + 4)
     rounded = 3 * 16 * 4 // 2  # gradients for both heads of queries
@@ -147,12 +145,12 @@ def test_keys_for_later_chunks_are_held_with_their_fp32_gradients() -> None:
     assert in_forward.ends - memory.ends == 4 * 16, "the softmax in fp32"
 
 
-def test_experts_hold_a_row_for_each_that_a_token_passes() -> None:
+def test_experts_hold_a_row_for_each_that_a_token_passes():
     routed = (3 * 6 + 4) * 2 * 2  # two of width 6 and an input each, in two bytes
     every = layer_bytes(TINY, FULL) - 3 * 8 * 2 + 8 * 12 + 2 * 30
     assert layer_bytes(TINY, FULL, Experts(8, 6, imbalance=100)) == every + routed
     assert layer_bytes(TINY, FULL, Experts(8, 6)) == every + routed * 3 // 2
-    assert only_chunk(FULL, experts=Experts(8, 6)).kept == every + routed * 3 // 2  # type: ignore[arg-type]
+    assert only_chunk(FULL, experts=Experts(8, 6)).kept == every + routed * 3 // 2
     shared = Experts(8, 6, imbalance=100, shared=5)
     assert layer_bytes(TINY, FULL, shared) == every + routed + 3 * 5 * 2
     # Two tensor-parallel ranks cut experts and gather their inputs, or each has half of the tokens.
@@ -164,7 +162,7 @@ def test_experts_hold_a_row_for_each_that_a_token_passes() -> None:
 @pytest.mark.parametrize("unit", [1, 2, 4])
 @pytest.mark.parametrize("context", [1, 2])
 @pytest.mark.parametrize("keep", [True, False])
-def test_by_the_flags_a_stage_holds_what_lmax_counts(unit: int, context: int, keep: bool) -> None:
+def test_by_the_flags_a_stage_holds_what_lmax_counts(unit, context, keep):
     layout = replace(FULL, recompute_layers=unit, context=context, keep_keys=keep)
     for stage in (0, 1):
         memory = stage_memory(TINY, layout, stage, [4])
@@ -174,7 +172,7 @@ def test_by_the_flags_a_stage_holds_what_lmax_counts(unit: int, context: int, ke
         assert max(chunk.working + chunk.remade, memory.loss) == working_bytes(TINY, layout, stage)
 
 
-def test_what_recomputes_no_layers_has_nothing_to_plan() -> None:
+def test_what_recomputes_no_layers_has_nothing_to_plan():
     for how in ("none", "selective"):
         layout = replace(FULL, recompute=how)
         with pytest.raises(ValueError, match="no number of layers to plan"):
@@ -182,7 +180,7 @@ def test_what_recomputes_no_layers_has_nothing_to_plan() -> None:
         assert GpuMemory(GIB, TINY, layout, 64, 1).rooms() is None
 
 
-def test_each_stage_has_its_own_layers_weights_and_room() -> None:
+def test_each_stage_has_its_own_layers_weights_and_room():
     gpu = GpuMemory(GIB, TINY, replace(FULL, context=2), 64, 1, margin=0.25, layers=((1, 2), (4, 4)))
     assert gpu.room == GIB * 3 // 4
     assert [chunk.layers for chunk in gpu.stage(0).chunks] == [1, 2]
@@ -205,7 +203,7 @@ def test_each_stage_has_its_own_layers_weights_and_room() -> None:
 ROOM = StageRoom(available=100, floor=2, more=8, working=1, keys=3)
 
 
-def test_a_room_keeps_what_is_left_over_the_floor() -> None:
+def test_a_room_keeps_what_is_left_over_the_floor():
     assert ROOM.kept(15, 10, chunked=False) == 500
     assert ROOM.kept(15, 10, chunked=True) == 125, "45 more bytes for keys"
     assert ROOM.kept(1, 1, chunked=False) == 1000
@@ -218,8 +216,8 @@ STEPS = st.lists(st.tuples(st.integers(0, 10**6), st.integers(1, 500)), min_size
 @settings(max_examples=150, deadline=None)
 @given(STEPS, st.integers(1, 5), st.sampled_from((1000, 625, 250)), st.integers(0, 10**5), st.data())
 def test_a_step_that_keeps_layers_is_never_longer_than_one_that_runs_the_flags(
-    step: list[tuple[int, int]], stages: int, again: int, available: int, data: st.DataObject
-) -> None:
+    step, stages, again, available, data
+):
     works, tokens = map(list, zip(*step, strict=True))
     sizes = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=16))
     groups = tuple(sizes[: len(works)]) if sum(sizes[: len(works)]) == len(works) else None
@@ -234,7 +232,7 @@ def test_a_step_that_keeps_layers_is_never_longer_than_one_that_runs_the_flags(
     assert flags.ideal(works[0]) == works[0]
 
 
-def test_the_stage_with_the_least_room_decides() -> None:
+def test_the_stage_with_the_least_room_decides():
     law = StepLaw(pp=2, backward=(3, 1), again=1000)
     wide, none = replace(ROOM, available=10**6), replace(ROOM, available=0)
     works, tokens = [40] * 4, [5] * 4
@@ -244,7 +242,7 @@ def test_the_stage_with_the_least_room_decides() -> None:
     assert replace(law, rooms=(wide, wide)).rank(works, None, tokens) == full * 3 // 4
 
 
-def test_the_last_stage_holds_fewer_micro_batches_than_the_first() -> None:
+def test_the_last_stage_holds_fewer_micro_batches_than_the_first():
     law = StepLaw(pp=3)
     tokens = [5, 3, 4, 1]
     assert [most_held(tokens, (1,) * 4, law, stage) for stage in (0, 2)] == [12, 5]
@@ -254,14 +252,14 @@ def test_the_last_stage_holds_fewer_micro_batches_than_the_first() -> None:
 # --- corrections ---
 
 
-def test_measurements_raise_the_estimate_at_once_and_lower_it_slowly() -> None:
+def test_measurements_raise_the_estimate_at_once_and_lower_it_slowly():
     pytest.importorskip("torch")
     from wlb_megatron.plugin.step.recomputation import LEAST_SCALE, StepMemory, corrected
 
     def after(scale: int, planned: int, measured: int, **how: object) -> int:
         return corrected(
             scale, StepMemory(available=100, planned_peak=planned, measured_peak=measured), **how
-        )  # type: ignore[arg-type]
+        )
 
     assert after(1000, 50, 60) == 1200
     assert after(1200, 50, 40) == 1200 - (1200 - 960) // 8
@@ -280,9 +278,7 @@ def test_measurements_raise_the_estimate_at_once_and_lower_it_slowly() -> None:
     assert steps <= 30
 
 
-def test_a_megatron_whose_forward_does_not_read_the_number_runs_the_flags(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_megatron_whose_forward_does_not_read_the_number_runs_the_flags(monkeypatch):
     pytest.importorskip("megatron.core")
     from wlb_megatron.plugin.job_state import part
     from wlb_megatron.plugin.step import recomputation
@@ -290,9 +286,9 @@ def test_a_megatron_whose_forward_does_not_read_the_number_runs_the_flags(
     how = {"margin": 0.1, "cap": None, "on_gpu": False, "in_step": False}
     gpu = GpuMemory(GIB, TINY, FULL, 64, 1)
     none = replace(gpu, layout=replace(FULL, recompute="none"))
-    assert recomputation.begin(None, **how) is recomputation.begin(none, **how) is None  # type: ignore[arg-type]
+    assert recomputation.begin(None, **how) is recomputation.begin(none, **how) is None
     monkeypatch.setattr(recomputation.inspect, "getsource", lambda _: "recompute_num_layers is read once")
-    line = recomputation.begin(gpu, **how)  # type: ignore[arg-type]
+    line = recomputation.begin(gpu, **how)
     assert line is not None and line.startswith("recomputes as the flags say in every step: this Megatron's")
     assert not part(recomputation.Recomputation).active
     monkeypatch.undo()
@@ -314,8 +310,8 @@ def test_a_megatron_whose_forward_does_not_read_the_number_runs_the_flags(
     ],
 )
 def test_the_allocator_grows_its_segments_or_a_part_is_left_to_fragments(
-    setting: str | None, registered: bool, growing: bool, line: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    setting, registered, growing, line, monkeypatch
+):
     torch = pytest.importorskip("torch")
     pytest.importorskip("megatron.core")
     from wlb_megatron.plugin.step import recomputation
@@ -342,9 +338,7 @@ def test_the_allocator_grows_its_segments_or_a_part_is_left_to_fragments(
     assert recomputation._available(state, 0) == (0, 70 if growing else 60)
 
 
-def test_each_forward_has_its_own_number_and_the_flags_are_back_after_the_step(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_each_forward_has_its_own_number_and_the_flags_are_back_after_the_step(monkeypatch):
     torch = pytest.importorskip("torch")
     pytest.importorskip("megatron.core")
     from wlb_megatron.plugin.step import recomputation
@@ -375,11 +369,11 @@ def test_each_forward_has_its_own_number_and_the_flags_are_back_after_the_step(
         return config.recompute_method, config.recompute_num_layers
 
     assert set_in(1) == flags, "outside of a step"
-    with recomputation.planned(batches, model):  # type: ignore[arg-type]
+    with recomputation.planned(batches, model):
         assert [set_in(step) for step in (1, 0, 2)] == [("block", 1), flags, ("block", 0)]
     assert (config.recompute_method, config.recompute_num_layers) == flags
     line = re.escape("raise --wlb-memory-margin (now 0.1), or set --wlb-recompute off (no memory)")
-    with pytest.raises(RefusedHere, match=line), recomputation.planned(batches, model):  # type: ignore[arg-type]
+    with pytest.raises(RefusedHere, match=line), recomputation.planned(batches, model):
         set_in(1)
         raise torch.OutOfMemoryError("no memory")
     assert (config.recompute_method, config.recompute_num_layers) == flags
@@ -414,7 +408,7 @@ TIME_ALONE = {
 }
 
 
-def test_every_flag_of_the_memory_model_is_one_of_the_time_model_or_has_a_reason_and_the_reverse() -> None:
+def test_every_flag_of_the_memory_model_is_one_of_the_time_model_or_has_a_reason_and_the_reverse():
     memory = {field.name for kind in (Layout, Model) for field in fields(kind)}
     memory -= {"reduce_overlaps", "gather_overlaps"}  # of the time model alone
     assert memory == set(BOTH) | set(MEMORY_ALONE) and not set(BOTH) & set(MEMORY_ALONE)
@@ -422,7 +416,7 @@ def test_every_flag_of_the_memory_model_is_one_of_the_time_model_or_has_a_reason
     assert time == {name for name in BOTH.values() if "." not in name}
 
 
-def test_every_flag_of_planned_recomputation_reaches_what_a_stage_holds() -> None:
+def test_every_flag_of_planned_recomputation_reaches_what_a_stage_holds():
     """Not the layout of stages, which decides who holds what: a stage's events and layers are given."""
     layout = Layout(recompute="full", tensor=2, context=2, pipeline=2, recompute_layers=2)
     plain: StageMemory = stage_memory(TINY, layout, 1, [4])
@@ -431,7 +425,7 @@ def test_every_flag_of_planned_recomputation_reaches_what_a_stage_holds() -> Non
         **{"recompute_layers": 1, "recompute_block": True, "pipeline": 3},
     }
     for name, value in changed.items():
-        other = stage_memory(TINY, replace(layout, **{name: value}), 1, [4])  # type: ignore[arg-type]
+        other = stage_memory(TINY, replace(layout, **{name: value}), 1, [4])
         assert other != plain, name
     others = """pipeline data virtual group micro_batches distributed_optimizer fully_sharded reduce_overlaps
     gather_overlaps recompute"""

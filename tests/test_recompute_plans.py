@@ -1,7 +1,5 @@
 """Plans of what a step recomputes: they fit at every event, never exceed the flags, and save most of what can be."""
 
-from __future__ import annotations
-
 import random
 
 from hypothesis import given, settings
@@ -104,7 +102,7 @@ def bytes_of(case: Case, share: float) -> tuple[int, int]:
 
 @settings(max_examples=300, deadline=None)
 @given(st.integers(0, 10**9), st.floats(-0.2, 1.2))
-def test_no_event_holds_more_than_is_available_and_the_fullest_is_the_peak(seed: int, share: float) -> None:
+def test_no_event_holds_more_than_is_available_and_the_fullest_is_the_peak(seed, share):
     case = order, loads, memory = case_of(seed, 12, 8)
     available, least = bytes_of(case, share)
     plan = plan_kept_layers(order, loads, memory, available)
@@ -122,9 +120,7 @@ def test_no_event_holds_more_than_is_available_and_the_fullest_is_the_peak(seed:
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 10**9))
-def test_with_all_the_memory_nothing_is_recomputed_and_with_less_than_the_flags_need_they_run(
-    seed: int,
-) -> None:
+def test_with_all_the_memory_nothing_is_recomputed_and_with_less_than_the_flags_need_they_run(seed):
     order, loads, memory = case = case_of(seed, 12, 8)
     whole = plan_kept_layers(order, loads, memory, max(bytes_of(case, 1)) + 10**6)
     assert not any(map(sum, whole.recomputed))
@@ -135,7 +131,7 @@ def test_with_all_the_memory_nothing_is_recomputed_and_with_less_than_the_flags_
         assert (plan.peak, plan.fits) == (least, False)
 
 
-def test_nearly_all_that_can_be_saved_is_saved() -> None:
+def test_nearly_all_that_can_be_saved_is_saved():
     """Over all plans of tiny steps, whose micro-batches differ more than documents ever make them."""
     shares, alike = [], []
     for seed in range(150):
@@ -153,7 +149,7 @@ def test_nearly_all_that_can_be_saved_is_saved() -> None:
     assert min(alike) >= 0.6 and min(shares) >= 0.4 and sum(shares) / len(shares) >= 0.98
 
 
-def test_more_memory_recomputes_no_more_work_but_for_a_tenth() -> None:
+def test_more_memory_recomputes_no_more_work_but_for_a_tenth():
     """What is kept is chosen anew, so a little more memory may be used a little worse."""
     dips = []
     for seed in range(60):
@@ -169,7 +165,7 @@ def test_more_memory_recomputes_no_more_work_but_for_a_tenth() -> None:
     assert max(dips) <= 0.1 and sum(dip > 0 for dip in dips) <= 0.02 * len(dips)
 
 
-def test_the_example_keeps_the_first_and_the_last_micro_batch() -> None:
+def test_the_example_keeps_the_first_and_the_last_micro_batch():
     chunk = ModelChunk(layers=1, recomputed=1, kept=10, input=1, floor=1)
     loads = [Load(tokens, tokens) for tokens in (4, 4, 8)]
     order = stage_orders(2, 3, 1, None)[0]
@@ -178,7 +174,7 @@ def test_the_example_keeps_the_first_and_the_last_micro_batch() -> None:
     assert floor_peak(order, loads, StageMemory(chunks=(chunk,))) == 12
 
 
-def test_loads_count_what_one_context_rank_holds_of_a_document_in_chunks() -> None:
+def test_loads_count_what_one_context_rank_holds_of_a_document_in_chunks():
     column = [
         MicroBatch((Piece(0, 7, 0, 6), Piece(0, 3, 0, 2)), 90),
         MicroBatch((Piece(0, 7, 6, 10, prefix=6),), 80),
@@ -189,7 +185,7 @@ def test_loads_count_what_one_context_rank_holds_of_a_document_in_chunks() -> No
     ]
 
 
-def test_ranks_that_meet_plan_by_the_largest_of_each_and_keep_the_same() -> None:
+def test_ranks_that_meet_plan_by_the_largest_of_each_and_keep_the_same():
     columns = [[Load(4, 9, 3, 1, 5), Load(2, 5)], [Load(3, 8, 0, 2, 6), Load(6, 1, 4)]]
     assert joined_loads(columns) == [Load(4, 17, 3, 2, 11), Load(6, 6, 4)]
     chunk = ModelChunk(layers=2, recomputed=2, kept=10, input=1, floor=2)

@@ -1,7 +1,5 @@
 """Every entry of the registry can be used, flags offer just what it lists, and what they dropped has a substitute."""
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import fields, replace
 
@@ -28,14 +26,14 @@ ENTRIES = [(field, name) for field, entries in KINDS.items() for name in entries
 
 
 @pytest.mark.parametrize("name", PACKERS)
-def test_every_packer_is_made_of_a_job_alone(name: str) -> None:
+def test_every_packer_is_made_of_a_job_alone(name):
     packer = make_packer(PackingJob(WlbConfig(packing=name), CostModel(8.0), window=16, micro_batches=2))
     assert isinstance(packer, Packer) and packer.bins == 2 and not packer.waiting
     assert packer.max_tokens == 16 or not PACKERS[name].fixed_windows
 
 
 @pytest.mark.parametrize("name", [name for name, entry in SHARDINGS.items() if entry.code])
-def test_every_sharding_cuts_several_micro_batches(name: str) -> None:
+def test_every_sharding_cuts_several_micro_batches(name):
     plans = SHARDINGS[name].load()(PieceList.of([[5, 3], [16]]), 2, h100())
     assert [plan.tokens for plan in plans] == [8, 16]
     for plan in plans:
@@ -43,7 +41,7 @@ def test_every_sharding_cuts_several_micro_batches(name: str) -> None:
 
 
 @pytest.mark.parametrize(("field", "name"), ENTRIES)
-def test_an_entry_has_help_and_names_settings_and_entries_that_there_are(field: str, name: str) -> None:
+def test_an_entry_has_help_and_names_settings_and_entries_that_there_are(field, name):
     entry, entries = KINDS[field][name], KINDS[field]
     assert entry.help and set(entry.settings) <= {setting.name for setting in fields(WlbConfig)}
     assert not entry.instead or entries[entry.instead].offered
@@ -51,7 +49,7 @@ def test_an_entry_has_help_and_names_settings_and_entries_that_there_are(field: 
 
 
 @pytest.mark.parametrize("field", KINDS)
-def test_a_flag_takes_what_the_registry_lists_and_shows_what_it_offers(field: str) -> None:
+def test_a_flag_takes_what_the_registry_lists_and_shows_what_it_offers(field):
     parser = add_arguments(argparse.ArgumentParser())
     flag = f"--wlb-{field.replace('_', '-')}"
     (action,) = [action for action in parser._actions if flag in action.option_strings]
@@ -61,7 +59,7 @@ def test_a_flag_takes_what_the_registry_lists_and_shows_what_it_offers(field: st
     assert all(f"{name} ({KINDS[field][name].help})" in (action.help or "") for name in offered)
 
 
-def test_a_backend_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_is_one_entry(monkeypatch):
     """The flag takes it, `auto` takes it for layers that it serves, and messages call it by its label."""
     assert all(entry.help and entry.label for entry in KERNELS.values())
     mine = KernelsEntry("fractions:Fraction", "mine, to try", label="Mine", unfit=f"{__name__}:odd_heads")
@@ -85,7 +83,7 @@ def odd_heads(layer: kernel_choice.Layer) -> str | None:
     return f"heads of {layer.dim} channels are odd" if layer.dim % 2 else None
 
 
-def test_a_value_that_flags_no_longer_offer_is_taken_for_another_with_a_line() -> None:
+def test_a_value_that_flags_no_longer_offer_is_taken_for_another_with_a_line():
     parser = add_arguments(argparse.ArgumentParser())
     config, lines = take_instead(config_from_args(parser.parse_args(["--wlb-sharding", "hybrid"])))
     assert config == replace(WlbConfig(), sharding="adaptive")
@@ -96,7 +94,7 @@ def test_a_value_that_flags_no_longer_offer_is_taken_for_another_with_a_line() -
     assert take_instead(WlbConfig()) == (WlbConfig(), [])
 
 
-def test_a_removed_flag_is_taken_for_one_release_with_a_line() -> None:
+def test_a_removed_flag_is_taken_for_one_release_with_a_line():
     parser = add_arguments(argparse.ArgumentParser())
     args = parser.parse_args(["--wlb-graph-seconds", "15"])
     assert config_from_args(args) == WlbConfig() and "graph-seconds" not in parser.format_help()

@@ -1,7 +1,5 @@
 """The reproduction's files: what a table says, and what is left after an error."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import io
@@ -28,7 +26,7 @@ from wlb_megatron.whole_files import _is_stream, whole_file, whole_folder, write
 
 
 @pytest.fixture(scope="module")
-def out(tmp_path_factory) -> Path:
+def out(tmp_path_factory):
     """A reproduction of two small settings and few iterations."""
     folder = tmp_path_factory.mktemp("reproduction") / "out"
     with pytest.MonkeyPatch.context() as patch:
@@ -66,11 +64,8 @@ sys.exit(main(["reproduce", "--iterations", "4", "--no-large-job", "--out", sys.
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_reproduction_that_is_stopped_leaves_its_rows_and_goes_on_with_them(
-    number: signal.Signals,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    number, tmp_path, monkeypatch, capsys
+):
     folder = tmp_path / "out"
     command = [sys.executable, "-c", STOPPED, str(folder)]
     run = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
@@ -260,7 +255,7 @@ def test_a_timeline_shades_what_backwards_recompute_of_each_stage(tmp_path, monk
     assert "dark: recomputed" in axes[-1].get_xlabel()
 
 
-def test_a_table_of_rows_with_keys_of_their_own_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_a_table_of_rows_with_keys_of_their_own_is_written_whole_or_not_at_all(tmp_path):
     write_csv(tmp_path / "rows.csv", [{"a": 1, "b": None}, {"a": 2, "c": "x, y"}])
     assert (tmp_path / "rows.csv").read_text() == 'a,b,c\n1,,\n2,,"x, y"\n'
     with pytest.raises(WlbError, match=r"cannot write .*give another --out"):

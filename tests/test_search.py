@@ -1,10 +1,7 @@
 """The search tries what a user could change, and its figures are those of an analysis of the flags that it names."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +17,7 @@ JOB = (
 
 
 @pytest.fixture(scope="module")
-def lengths(tmp_path_factory: pytest.TempPathFactory) -> str:
+def lengths(tmp_path_factory):
     path = tmp_path_factory.mktemp("search") / "lengths.npy"
     drawn = np.random.default_rng(11).lognormal(6.0, 1.4, 2000)
     np.save(path, np.minimum(drawn, 8192).astype(np.int64))
@@ -34,7 +31,7 @@ def searched(capsys: pytest.CaptureFixture[str], lengths: str, flags: str) -> An
     return json.loads(out)
 
 
-def test_the_best_schedule_is_as_fast_by_its_flags(lengths: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_best_schedule_is_as_fast_by_its_flags(lengths, capsys):
     shown = searched(capsys, lengths, "--search schedule")
     found, as_set = shown["search"], shown["results"]["after"]["tokens_per_second"]
     assert found["given"]["tokens_per_second"] == pytest.approx(as_set)
@@ -49,9 +46,7 @@ def test_the_best_schedule_is_as_fast_by_its_flags(lengths: str, capsys: pytest.
     assert again["results"]["after"]["tokens_per_second"] == pytest.approx(speeds[0], rel=1e-6)
 
 
-def test_a_layout_search_keeps_the_gpus_and_divides_the_model(
-    lengths: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_layout_search_keeps_the_gpus_and_divides_the_model(lengths, capsys):
     found = searched(capsys, lengths, "--search layout")["search"]
     assert found["tried"] > 20
     for row in found["best"]:
@@ -65,7 +60,7 @@ def test_a_layout_search_keeps_the_gpus_and_divides_the_model(
         assert 4 % int(np.prod(list(sizes.values()))) == 0
 
 
-def test_recomputation_is_shown_from_all_to_none(lengths: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_recomputation_is_shown_from_all_to_none(lengths, capsys):
     for gib in (80, 12):
         shown = searched(capsys, lengths, f"--search none --gpu-memory {gib} --micro-batch-cost 0")[
             "recomputation"
@@ -75,9 +70,7 @@ def test_recomputation_is_shown_from_all_to_none(lengths: str, capsys: pytest.Ca
             assert len(order) >= 3 and order == sorted(order), (gib, kinds)
 
 
-def test_a_job_that_is_best_as_it_is_says_so(
-    lengths: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_job_that_is_best_as_it_is_says_so(lengths, capsys, tmp_path):
     np.save(tmp_path / "even.npy", np.full(64, 8192))
     code, out, err = call(
         capsys,

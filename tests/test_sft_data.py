@@ -1,7 +1,5 @@
 """From a jsonl of conversations to .bin, .idx and mask: what is read, what is refused, and what is trained."""
 
-from __future__ import annotations
-
 import json
 import random
 import subprocess
@@ -74,19 +72,19 @@ BAD: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_a_bad_line_is_refused_with_its_reason(case: str) -> None:
+def test_a_bad_line_is_refused_with_its_reason(case):
     line, reason = BAD[case]
     with pytest.raises(BadLine) as raised:
         conversations_of(line, Reading(by_role=True))
     assert reason in str(raised.value)
 
 
-def test_a_line_splits_at_system_turns_alone() -> None:
+def test_a_line_splits_at_system_turns_alone():
     line = line_of(USER, ANSWER, SYSTEM, USER, ANSWER, USER, ANSWER, SYSTEM, USER, ANSWER)
     assert [len(made) for made in conversations_of(line, Reading(by_role=True))] == [2, 5, 3]
 
 
-def test_blank_lines_line_ends_of_windows_and_what_a_flag_accepts_pass() -> None:
+def test_blank_lines_line_ends_of_windows_and_what_a_flag_accepts_pass():
     reading = Reading(by_role=True)
     assert conversations_of(b" \r\n", reading) == []
     assert len(conversations_of(line_of(USER, ANSWER) + b"\r\n", reading)) == 1
@@ -101,9 +99,7 @@ def test_blank_lines_line_ends_of_windows_and_what_a_flag_accepts_pass() -> None
     st.integers(1, 30),
     st.booleans(),
 )
-def test_shards_hold_each_line_once_whatever_their_size(
-    tmp_path_factory: pytest.TempPathFactory, lines: list[bytes], size: int, ended: bool
-) -> None:
+def test_shards_hold_each_line_once_whatever_their_size(tmp_path_factory, lines, size, ended):
     path = tmp_path_factory.mktemp("lines") / "f"
     path.write_bytes(b"\n".join(lines) + b"\n" * ended)
     whole = path.read_bytes().splitlines(keepends=True) if b"\r" not in path.read_bytes() else None
@@ -146,15 +142,13 @@ def documents_of(indexed: Any) -> list[tuple[list[int], list[int]]]:
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tokenizer(tmp_path_factory):
     pytest.importorskip("tokenizers")
     return build_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.mark.parametrize("prompt_format", ["nemotron-nano-v2", "nemotron-h-aligned", "default", "identity"])
-def test_tokens_and_targets_are_those_of_megatrons_tokenizer(
-    prompt_format: str, tokenizer: Path, tmp_path: Path
-) -> None:
+def test_tokens_and_targets_are_those_of_megatrons_tokenizer(prompt_format, tokenizer, tmp_path):
     """Lines of one, two and three conversations; targets where Megatron's are not -100, but for a first token's."""
     pytest.importorskip("transformers")
     parts = conversations(12)
@@ -195,21 +189,21 @@ EIGHT = (
 )
 
 
-def test_the_worked_example_of_eight_tokens_in_the_docs(tmp_path: Path) -> None:
+def test_the_worked_example_of_eight_tokens_in_the_docs(tmp_path):
     turns = [{**SYSTEM, "content": "kind"}, USER, {**ANSWER, "content": "yes no"}]
     ((tokens, mask),) = by_template(EIGHT, [turns], tmp_path, assistant_only=True)
     assert " ".join(VOCABULARY[token] for token in tokens) == "system kind user hello assistant yes no <eos>"
     assert mask == [0, 0, 0, 0, 0, 1, 1, 1]
 
 
-def test_an_end_token_trains_where_it_is_also_the_padding(tmp_path: Path) -> None:
+def test_an_end_token_trains_where_it_is_also_the_padding(tmp_path):
     """Stock masks every target equal to the padding."""
     made = by_template(TEMPLATE, conversations(5), tmp_path, pad="<eos>")
     ends = [mask[at] for tokens, mask in made for at, token in enumerate(tokens) if token == EOS]
     assert len(ends) > 10 and all(ends)
 
 
-def test_a_template_that_marks_answers_trains_them_alone(tmp_path: Path) -> None:
+def test_a_template_that_marks_answers_trains_them_alone(tmp_path):
     turns = [USER, {**ANSWER, "content": "yes no"}]
     ((tokens, mask),) = by_template(MARKED, [turns], tmp_path, assistant_only=True)
     assert [VOCABULARY[token] for token, on in zip(tokens, mask, strict=True) if on] == ["yes", "no", "<eos>"]
@@ -227,15 +221,13 @@ TEMPLATES_REFUSED = {
 
 
 @pytest.mark.parametrize("case", TEMPLATES_REFUSED)
-def test_a_template_that_cannot_be_used_is_refused(case: str, tmp_path: Path) -> None:
+def test_a_template_that_cannot_be_used_is_refused(case, tmp_path):
     template, assistant_only, words = TEMPLATES_REFUSED[case]
     with pytest.raises(WlbError, match=words):
         by_template(template, conversations(2), tmp_path, assistant_only=assistant_only)
 
 
-def test_bad_lines_are_listed_with_file_and_number_or_skipped_and_counted(
-    tokenizer: Path, tmp_path: Path
-) -> None:
+def test_bad_lines_are_listed_with_file_and_number_or_skipped_and_counted(tokenizer, tmp_path):
     """A byte order mark, blank lines and Windows' line ends pass. Shards of 200 bytes: numbers are of the file."""
     jsonl = tmp_path / "c.jsonl"
     good = [line_of(*each) for each in conversations(6)]
@@ -254,7 +246,7 @@ def test_bad_lines_are_listed_with_file_and_number_or_skipped_and_counted(
         made_of(jsonl, tokenizer, tmp_path / "k")
 
 
-def test_texts_that_spell_a_special_token_are_counted_and_said(tokenizer: Path, tmp_path: Path) -> None:
+def test_texts_that_spell_a_special_token_are_counted_and_said(tokenizer, tmp_path):
     from wlb_megatron.plugin.sft.indexed import described
 
     spelled = [{**USER, "content": "hello <eos>"}, ANSWER]
@@ -263,7 +255,7 @@ def test_texts_that_spell_a_special_token_are_counted_and_said(tokenizer: Path, 
     assert indexed.counts.special_text == 1 and "in 1 the text of a turn spells" in described(indexed)
 
 
-def test_a_file_that_trains_nothing_is_refused(tokenizer: Path, tmp_path: Path) -> None:
+def test_a_file_that_trains_nothing_is_refused(tokenizer, tmp_path):
     for text in (b"", b"\n\n", b"{\n"):
         (tmp_path / "c.jsonl").write_bytes(text)
         with pytest.raises(WlbError, match="trains nothing"):
@@ -274,7 +266,7 @@ def files_of(indexed: Any) -> list[bytes]:
     return [Path(f"{indexed.files.prefix}.{suffix}").read_bytes() for suffix in ("bin", "idx", "mask")]
 
 
-def test_shards_processes_and_a_kill_leave_the_same_files(tokenizer: Path, tmp_path: Path) -> None:
+def test_shards_processes_and_a_kill_leave_the_same_files(tokenizer, tmp_path):
     """One process at once, two in parallel, and one that is killed in the middle and started again."""
     jsonl = write_jsonl(tmp_path / "c.jsonl", conversations(3000, longest=40))
     whole = files_of(made_of(jsonl, tokenizer, tmp_path / "one", processes=1))
@@ -318,7 +310,7 @@ def build_by(
     build_shared(made.exists, lock, build, **how)
 
 
-def test_others_wait_for_the_one_that_builds_and_say_what_for(tmp_path: Path) -> None:
+def test_others_wait_for_the_one_that_builds_and_say_what_for(tmp_path):
     made, said, built = tmp_path / "made", [], []
 
     def build(report: Any) -> None:
@@ -339,7 +331,7 @@ def test_others_wait_for_the_one_that_builds_and_say_what_for(tmp_path: Path) ->
     assert any("waits for rank" in line and "is at shard 3 of 9" in line for line in said)
 
 
-def test_a_lock_whose_owner_died_is_taken_over_and_an_error_reaches_those_who_wait(tmp_path: Path) -> None:
+def test_a_lock_whose_owner_died_is_taken_over_and_an_error_reaches_those_who_wait(tmp_path):
     made, lock = tmp_path / "made", tmp_path / "lock"
     lock.mkdir()
     (lock / "status.json").write_text(json.dumps({"who": "rank 0", "does": "x", "beat": 4}))
@@ -402,9 +394,7 @@ def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def test_200_random_files_with_faults_are_either_refused_by_line_or_trained(
-    tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_200_random_files_with_faults_are_either_refused_by_line_or_trained(tokenizer, tmp_path, monkeypatch):
     """Good lines, bad ones, and good ones with a byte changed, taken away or put in, in shards of any size. The bad
     ones' numbers are listed; skipped, they leave the tokens and targets of the others, as Megatron has them."""
     from wlb_megatron.plugin.sft import indexed
@@ -438,9 +428,7 @@ def test_200_random_files_with_faults_are_either_refused_by_line_or_trained(
             assert listed == [str(at) for at in wrong[:some]]
 
 
-def test_sft_index_takes_a_job_s_flags_in_their_own_names(
-    tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sft_index_takes_a_job_s_flags_in_their_own_names(tmp_path, tokenizer, capsys):
     """The table of docs/sft.md pasted; a tokenizer that is not there is named with its flag."""
     pytest.importorskip("transformers")
     jsonl = tmp_path / "conversations.jsonl"

@@ -1,7 +1,5 @@
 """Masks of trained tokens: which predictions they count, what of a long document is kept, and what is refused."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 
@@ -35,9 +33,7 @@ masks = st.lists(st.lists(st.integers(0, 1), max_size=12), min_size=1, max_size=
 
 @settings(deadline=None, max_examples=60)
 @given(masks, st.integers(0, 3), st.data())
-def test_targets_are_counted_as_one_would_by_hand(
-    tmp_path_factory: pytest.TempPathFactory, rows: list[list[int]], further: int, data: st.DataObject
-) -> None:
+def test_targets_are_counted_as_one_would_by_hand(tmp_path_factory, rows, further, data):
     """Token i of a piece predicts token i + 1 + depth, which is to be in the document; beyond depth 0 the prediction's
     own inputs are to be in the piece."""
     blend = Blend([str(written(tmp_path_factory.mktemp("c"), rows))], masks=DROP)
@@ -69,9 +65,7 @@ def test_targets_are_counted_as_one_would_by_hand(
 
 @settings(deadline=None, max_examples=60)
 @given(masks, st.integers(1, 9))
-def test_a_truncated_document_keeps_the_window_with_the_most_targets(
-    tmp_path_factory: pytest.TempPathFactory, rows: list[list[int]], window: int
-) -> None:
+def test_a_truncated_document_keeps_the_window_with_the_most_targets(tmp_path_factory, rows, window):
     path = written(tmp_path_factory.mktemp("c"), rows)
     corpus = MaskedCorpus(path, Kept(window, "truncate"))
     for document, mask in enumerate(rows):
@@ -93,14 +87,14 @@ def test_a_truncated_document_keeps_the_window_with_the_most_targets(
         assert copy.read(document, 0, length).tolist() == corpus.read(document, 0, length).tolist()
 
 
-def test_eight_targets_in_twenty_two_tokens_fit_a_window_of_twenty_one(tmp_path: Path) -> None:
+def test_eight_targets_in_twenty_two_tokens_fit_a_window_of_twenty_one(tmp_path):
     """Stock writes padding over the last label and trains seven."""
     corpus = MaskedCorpus(written(tmp_path, [[0] * 14 + [1] * 8]), Kept(21, "truncate"))
     assert corpus.counts.tolist() == [8]
     assert corpus.index.lengths.tolist() == [22]  # the 22nd is what the 21st predicts
 
 
-def test_the_share_of_targets_leaves_out_what_is_dropped_and_follows_the_weights(tmp_path: Path) -> None:
+def test_the_share_of_targets_leaves_out_what_is_dropped_and_follows_the_weights(tmp_path):
     for name in "ab":
         (tmp_path / name).mkdir()
     first = written(tmp_path / "a", [[0, 1, 1, 1], [0] * 20 + [1], [0, 0, 0, 0]])
@@ -118,7 +112,7 @@ MASKS_REFUSED = {
 
 
 @pytest.mark.parametrize("case", MASKS_REFUSED)
-def test_a_mask_that_is_not_of_these_tokens_is_refused(case: str, tmp_path: Path) -> None:
+def test_a_mask_that_is_not_of_these_tokens_is_refused(case, tmp_path):
     content, words = MASKS_REFUSED[case]
     path = written(tmp_path, [[0, 1, 1]])
     path.with_suffix(".mask").unlink()

@@ -1,11 +1,8 @@
 """--sft through Megatron's loop: each layout computes what each conversation alone does, by Megatron's tokenizer."""
 
-from __future__ import annotations
-
 import json
 import random
 import re
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,7 +43,7 @@ LONG = [[(60, 9)], [(5, 40), (20, 15)]]
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tokenizer(tmp_path_factory):
     return build_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
@@ -56,12 +53,12 @@ def jsonl_of(turns: list[list[tuple[int, int]]], path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def conversations(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def conversations(tmp_path_factory):
     return jsonl_of(TURNS, tmp_path_factory.mktemp("jsonl") / "conversations.jsonl")
 
 
 @pytest.fixture(scope="module")
-def long_conversations(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def long_conversations(tmp_path_factory):
     return jsonl_of(TURNS[:6] + LONG, tmp_path_factory.mktemp("jsonl") / "long.jsonl")
 
 
@@ -76,7 +73,7 @@ RUN = "--global-batch-size 6 --train-iters 1 --wlb-token-weights step"
 
 
 @pytest.fixture(scope="module")
-def oracle(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[dict[str, Any]]]:
+def oracle(tmp_path_factory):
     """oracle(job, data, documents): one step in which each of these lines is a micro-batch; one process, no plugin.
 
     It runs once for all layouts that train the same documents.
@@ -146,8 +143,8 @@ def compare(ranks: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_losses_and_gradients_are_those_of_each_conversation_alone(
-    layout: str, tokenizer: Path, conversations: Path, oracle: Any, tmp_path: Path
-) -> None:
+    layout, tokenizer, conversations, oracle, tmp_path
+):
     processes, parallel, more = LAYOUTS[layout]
     job = sft(tokenizer, conversations)
     ranks = train(flags(job, RUN, more, **parallel), processes, tmp_path)
@@ -158,8 +155,8 @@ def test_losses_and_gradients_are_those_of_each_conversation_alone(
 
 @pytest.mark.parametrize("parallel", [{"pipeline": 2}, {"pipeline": 2, "context": 2}])
 def test_conversations_above_the_window_train_whole_in_chunks(
-    parallel: dict[str, int], tokenizer: Path, long_conversations: Path, oracle: Any, tmp_path: Path
-) -> None:
+    parallel, tokenizer, long_conversations, oracle, tmp_path
+):
     """By default. Some chunks hold no target; their backward runs."""
     job = sft(tokenizer, long_conversations)
     ranks = train(flags(job, RUN, **parallel), 2 * len(parallel), tmp_path)
@@ -169,9 +166,7 @@ def test_conversations_above_the_window_train_whole_in_chunks(
     compare(ranks, oracle(job, long_conversations, documents))
 
 
-def test_nodes_without_a_shared_folder_tokenize_each_and_one_with_other_tokens_is_named(
-    tokenizer: Path, tmp_path: Path
-) -> None:
+def test_nodes_without_a_shared_folder_tokenize_each_and_one_with_other_tokens_is_named(tokenizer, tmp_path):
     """Two ranks as two nodes, each with its own jsonl and --data-cache-path. Then a word differs: lengths do not."""
     arguments = flags(sft(tokenizer, Path("c.jsonl")), RUN, "--data-cache-path cache")
     for node in "01":
@@ -198,8 +193,8 @@ def mask_of(data: Path, cache: Path) -> tuple[np.ndarray, list[int]]:
 
 
 def test_equal_weights_divide_by_the_targets_that_windows_have_in_the_mean(
-    tokenizer: Path, conversations: Path, oracle: Any, tmp_path: Path
-) -> None:
+    tokenizer, conversations, oracle, tmp_path
+):
     """On two ranks, with documents that wait: the gradient is the sum over targets by that number."""
     job, cached = sft(tokenizer, conversations), f"--data-cache-path {tmp_path}"
     ranks = train(
@@ -227,8 +222,8 @@ def test_equal_weights_divide_by_the_targets_that_windows_have_in_the_mean(
     ids=str,
 )
 def test_multi_token_prediction_trains_the_targets_alone(
-    parallel: Any, prompt_format: str, tokenizer: Path, conversations: Path, oracle: Any, tmp_path: Path
-) -> None:
+    parallel, prompt_format, tokenizer, conversations, oracle, tmp_path
+):
     """Several conversations in a micro-batch. In `default` each depth has fewer targets than the one before."""
     job = f"{sft(tokenizer, conversations, prompt_format)} --mtp-num-layers 2"
     ranks = train(flags(job, RUN, **parallel), 2, tmp_path)
@@ -237,9 +232,7 @@ def test_multi_token_prediction_trains_the_targets_alone(
     compare(ranks, oracle(job, conversations, documents))
 
 
-def test_further_predictions_count_on_a_rank_that_has_no_first_ones(
-    tokenizer: Path, oracle: Any, tmp_path: Path
-) -> None:
+def test_further_predictions_count_on_a_rank_that_has_no_first_ones(tokenizer, oracle, tmp_path):
     """CP2 of 64 tokens, of which 49 to 63 are targets: rank 1 holds 16 to 47. Token 47 predicts only 49 and 50."""
     data = jsonl_of([[(35, 12)]], tmp_path / "one.jsonl")
     job = f"{sft(tokenizer, data)} --mtp-num-layers 2"
@@ -250,9 +243,7 @@ def test_further_predictions_count_on_a_rank_that_has_no_first_ones(
     compare(ranks, oracle(job, data, (0,)))
 
 
-def test_evaluation_and_the_log_count_targets(
-    tokenizer: Path, conversations: Path, oracle: Any, tmp_path: Path
-) -> None:
+def test_evaluation_and_the_log_count_targets(tokenizer, conversations, oracle, tmp_path):
     """Two ranks evaluate a file of its own: the loss is the oracle's mean over all its targets."""
     held_out = jsonl_of(TURNS[3:9], tmp_path / "held.jsonl")
     log, out = tmp_path / "log.jsonl", tmp_path / "ours"
@@ -274,8 +265,8 @@ def test_evaluation_and_the_log_count_targets(
 
 
 def test_targets_are_those_of_megatrons_dataset_with_one_conversation_a_line(
-    tokenizer: Path, conversations: Path, tmp_path: Path
-) -> None:
+    tokenizer, conversations, tmp_path
+):
     """In the nemotron formats. Its lines are padded to the window; its label of token i is our token i + 1."""
     from megatron.training.datasets.sft_dataset import SFTDataset
 
@@ -304,7 +295,7 @@ def test_targets_are_those_of_megatrons_dataset_with_one_conversation_a_line(
         begin += length
 
 
-def test_a_conversation_does_not_feel_the_others(tokenizer: Path, tmp_path: Path) -> None:
+def test_a_conversation_does_not_feel_the_others(tokenizer, tmp_path):
     """Over CP2 and PP2: another text in all others leaves the losses of the one micro-batch's first conversation."""
     kept, losses = TURNS[8], []
     for seed in (1, 2):
@@ -331,9 +322,7 @@ def test_a_conversation_does_not_feel_the_others(tokenizer: Path, tmp_path: Path
     assert torch.allclose(losses[0], losses[1], atol=2e-6)
 
 
-def test_epochs_end_the_run_and_a_resumed_run_is_the_same_to_the_last_bit(
-    tokenizer: Path, conversations: Path, tmp_path: Path
-) -> None:
+def test_epochs_end_the_run_and_a_resumed_run_is_the_same_to_the_last_bit(tokenizer, conversations, tmp_path):
     """Two epochs, each conversation twice; stopped after two steps and started again."""
     cached = f"--data-cache-path {tmp_path} --ckpt-format torch"
     run = flags(sft(tokenizer, conversations), cached, "--global-batch-size 4 --wlb-train-epochs 2")
@@ -357,9 +346,7 @@ def test_epochs_end_the_run_and_a_resumed_run_is_the_same_to_the_last_bit(
         assert 0 < count < len(rank["losses"]) and again["losses"] == rank["losses"][-count:]
 
 
-def test_a_pretrained_checkpoint_and_a_users_own_mask_train(
-    corpus: Path, tokenizer: Path, tmp_path: Path
-) -> None:
+def test_a_pretrained_checkpoint_and_a_users_own_mask_train(corpus, tokenizer, tmp_path):
     """--finetune from a run on documents; then .bin, .idx and a mask that trains every second token."""
     saved = f"--save {tmp_path}/saved --save-interval 1"
     small = f"--global-batch-size 2 --train-iters 1 --split 1,0,0 --data-path {corpus} --ckpt-format torch"

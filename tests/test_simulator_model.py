@@ -1,7 +1,5 @@
 """Layer times, networks and iterations against figures computed by hand."""
 
-from __future__ import annotations
-
 import csv
 from dataclasses import replace
 from pathlib import Path
@@ -216,7 +214,7 @@ def test_seeded_lengths_are_alike_for_every_window_and_long_tailed():
     assert rescale(np.array([8, 3, 1]), 4, of=8).tolist() == [4, 2, 1]
 
 
-def test_built_in_tables_are_chosen_by_the_gpus_name() -> None:
+def test_built_in_tables_are_chosen_by_the_gpus_name():
     assert of_gpu("NVIDIA H200").device == "NVIDIA H200"
     assert of_gpu("NVIDIA H200", "cudnn").backend == "cudnn"
     for name in ("NVIDIA H100 80GB HBM3", "NVIDIA A100", ""):

@@ -1,10 +1,7 @@
 """The simulator fed by a profile: its times are the profile's own, for its own model alone."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,7 +24,7 @@ NOTHING_ELSE = Assumptions(tp_exposed=0.0, nvlink_latency=0.0, network_latency=0
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def path(tmp_path_factory):
     samples = made_samples()
     settings = {"model": asdict(MODEL), "gpu": "a GPU", "processors": 1, "versions": {"torch": "2"}}
     profiled = {"format": FORMAT, "settings": settings, "samples": samples}
@@ -37,7 +34,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def profile(path: Path) -> Profile:
+def profile(path):
     return read_profile(path)
 
 
@@ -50,13 +47,13 @@ def modelled(profile: Profile, **layout: int) -> LayerModel:
     )
 
 
-def test_a_layer_takes_what_the_profile_measured(profile: Profile) -> None:
+def test_a_layer_takes_what_the_profile_measured(profile):
     forward, backward = modelled(profile).linear([64, 8192, 65536])
     for times, ns in ((forward, LAYER[0]), (backward, LAYER[1])):
         assert times == pytest.approx(50_000 + ns * np.array([64, 8192, 65536]), rel=0.01)
 
 
-def test_attention_goes_each_way_by_its_own_table(profile: Profile) -> None:
+def test_attention_goes_each_way_by_its_own_table(profile):
     plans = [shard([40000, 300, 25236], 2, kind) for kind in ("per-sequence", "per-document")]
     for times, way in zip(
         modelled(profile, context=2).attention(plans), ("forward", "backward"), strict=True
@@ -65,7 +62,7 @@ def test_attention_goes_each_way_by_its_own_table(profile: Profile) -> None:
         assert times == pytest.approx(expected, rel=0.06)
 
 
-def test_what_is_recomputed_runs_its_forward_again_in_backward(profile: Profile) -> None:
+def test_what_is_recomputed_runs_its_forward_again_in_backward(profile):
     plans = [shard([8192], 1, "adaptive")]
     none = modelled(profile)
     full, selective = (replace(none, recompute=how) for how in ("full", "selective"))
@@ -85,7 +82,7 @@ def test_what_is_recomputed_runs_its_forward_again_in_backward(profile: Profile)
         replace(none, recompute="some")
 
 
-def test_keys_that_travel_again_add_half_of_their_exchange_to_the_backward(profile: Profile) -> None:
+def test_keys_that_travel_again_add_half_of_their_exchange_to_the_backward(profile):
     plans = [shard([8192], 2, "per-document")]
     kept = modelled(profile, context=2)
     kept = replace(kept, assumptions=replace(kept.assumptions, node=1, network_rate=1e8))
@@ -102,7 +99,7 @@ def test_keys_that_travel_again_add_half_of_their_exchange_to_the_backward(profi
     assert (one.attention(alone).backward == modelled(profile).attention(alone).backward).all()
 
 
-def test_one_iteration_on_one_gpu_is_the_sum_of_its_parts(profile: Profile) -> None:
+def test_one_iteration_on_one_gpu_is_the_sum_of_its_parts(profile):
     model = modelled(profile)
     plan = shard([8192], 1, "adaptive")
     step = simulate([[[plan]]], model).steps[0]
@@ -113,7 +110,7 @@ def test_one_iteration_on_one_gpu_is_the_sum_of_its_parts(profile: Profile) -> N
     assert step == pytest.approx(parts + model.optimizer_ns(0), rel=1e-6)
 
 
-def test_a_short_layer_takes_as_long_as_the_host_to_launch_it(profile: Profile) -> None:
+def test_a_short_layer_takes_as_long_as_the_host_to_launch_it(profile):
     slow = replace(profile.costs, host=(5e6, 7e6))
     model = replace(modelled(profile), costs=slow)
     step = simulate([[[shard([64], 1, "adaptive")]]], model).steps[0]
@@ -122,14 +119,14 @@ def test_a_short_layer_takes_as_long_as_the_host_to_launch_it(profile: Profile) 
     assert long == pytest.approx(simulate([[[shard([65536], 1, "adaptive")]]], modelled(profile)).steps[0])
 
 
-def test_pipeline_transfers_take_the_measured_link(profile: Profile) -> None:
+def test_pipeline_transfers_take_the_measured_link(profile):
     model = modelled(profile, pipeline=2)
     assert model.transfer_ns(1024) == pytest.approx(20_000 + 1024 * 4096 * 2 / 4 / 200, rel=0.01)
     across = modelled(profile, pipeline=2, data=2)  # stages lie a node apart: the assumed network
     assert across.transfer_ns(1024) != pytest.approx(model.transfer_ns(1024))
 
 
-def test_assumptions_calibrated_by_a_profile_give_its_layers_time(profile: Profile) -> None:
+def test_assumptions_calibrated_by_a_profile_give_its_layers_time(profile):
     assumptions = calibrated(Assumptions(tp_exposed=0.0), profile)
     assumed = LayerModel(
         shape=profiled_shape(profile, 4),
@@ -144,7 +141,7 @@ def test_assumptions_calibrated_by_a_profile_give_its_layers_time(profile: Profi
     assert calibrated(Assumptions(matmul_rate=1e14), profile).matmul_rate == 1e14  # as the user gave it
 
 
-def test_analyze_takes_a_profile(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_analyze_takes_a_profile(path, capsys):
     flags = ["--lengths", "3000,9000,100,16384,700", "--window", "16384", "--iterations", "2", "--json", "-"]
     flags += ["--tp", "4", "--cp", "2", "--profile", str(path), "--num-layers", "4", "--tp-exposed", "0"]
     assert main(["analyze", "--no-split", "--search", "none", *flags]) == 0
@@ -161,16 +158,14 @@ def test_analyze_takes_a_profile(path: Path, capsys: pytest.CaptureFixture[str])
         (["--tp", "4", "--kernel-table", "t.json"], "drop --kernel-table"),
     ],
 )
-def test_a_profile_of_another_layout_or_shape_is_refused_in_one_line(
-    path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
-) -> None:
+def test_a_profile_of_another_layout_or_shape_is_refused_in_one_line(path, capsys, flags, message):
     arguments = ["--lengths", "300", "--window", "512", "--profile", str(path), *flags]
     assert main(["analyze", *arguments]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
 
 
-def test_the_extras_of_a_share_are_in_the_table_that_plans_by_it(profile: Profile) -> None:
+def test_the_extras_of_a_share_are_in_the_table_that_plans_by_it(profile):
     """Rows that the executor moves cost sharding what they cost the kernels and it together."""
     costs: Costs = profile.costs
     assert costs.table.query_row == pytest.approx(2 * OVERHEADS.query, rel=0.2)

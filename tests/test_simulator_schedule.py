@@ -1,7 +1,5 @@
 """Pipeline schedules: by hand, by an independent simulation, and by laws that hold for any times."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np
@@ -165,7 +163,7 @@ def test_bad_sizes_are_refused():
         pipeline_ends(np.ones((1, 2, 2, 2)), np.ones((1, 2, 2, 2)), blocking=True)
 
 
-def test_a_step_waits_for_launches_only_where_the_host_has_no_lead() -> None:
+def test_a_step_waits_for_launches_only_where_the_host_has_no_lead():
     def ends(forward: float, backward: float, there: float, back: float, stages: int = 1) -> float:
         times = [np.full((1, stages, 1, 2), ns) for ns in (forward, backward, there, back)]
         return float(pipeline_ends(*times[:2], launches=Launches(*times[2:])).max())

@@ -1,9 +1,6 @@
 """Schemes that are compared, the bound, and the commands from end to end on small jobs."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,7 +22,7 @@ SETTING: Setting = CONFIGURATIONS[1]  # 550M-128K, CP=4
 
 
 @pytest.fixture(scope="module")
-def run() -> SettingRuns:
+def run():
     return SettingRuns(Inputs(iterations=24, assumptions=REPRODUCED), SETTING)
 
 
@@ -120,7 +117,7 @@ def _simulate(*more: str) -> list[str]:
     return [*job.split(), *more]
 
 
-def test_analyze_tells_both_ways_and_writes_a_trace(tmp_path: Path, capsys):
+def test_analyze_tells_both_ways_and_writes_a_trace(tmp_path, capsys):
     trace, figures = tmp_path / "step.json", tmp_path / "figures.json"
     assert main(_simulate("--vpp", "2", "--trace", str(trace), "--json", str(figures))) == 0
     report = json.loads(figures.read_text())

@@ -1,13 +1,10 @@
 """The batch script: what it holds, and one run by a real Slurm with a requeue in the middle."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,7 +17,7 @@ EDIT = re.compile(r"# ---- the run: edit here ----\n(.*)# ---- end of the run --
 STEPS = 40
 
 
-def test_the_batch_script_signals_early_requeues_and_resumes() -> None:
+def test_the_batch_script_signals_early_requeues_and_resumes():
     text = SCRIPT.read_text(encoding="utf-8")
     subprocess.run(["bash", "-n", str(SCRIPT)], check=True)
     for needed in (
@@ -55,7 +52,7 @@ DATA=() TRAINING=() WLB=(--wlb-log {folder}/steps.jsonl)
 
 
 @pytest.fixture
-def checkpoints(tmp_path: Path) -> Path:
+def checkpoints(tmp_path):
     """The folder of the job's checkpoints."""
     folder = tmp_path / "checkpoints" / "night"
     folder.mkdir(parents=True)
@@ -124,9 +121,7 @@ def run_with_stubs(
 
 
 @pytest.mark.parametrize("image", ["", "/images/a pytorch.sqsh"])
-def test_the_batch_script_starts_every_rank_with_what_torch_and_megatron_ask_for(
-    image: str, tmp_path: Path
-) -> None:
+def test_the_batch_script_starts_every_rank_with_what_torch_and_megatron_ask_for(image, tmp_path):
     script = tmp_path / "pretrain.sbatch"
     text = SCRIPT.read_text()
     assert text.count("\nIMAGE= #") == 1
@@ -182,8 +177,8 @@ def test_the_batch_script_starts_every_rank_with_what_torch_and_megatron_ask_for
     ],
 )
 def test_a_run_that_fails_is_queued_again_only_where_it_had_come_further(
-    saved: str, status: int, queued: bool, message: str, checkpoints: Path, tmp_path: Path
-) -> None:
+    saved, status, queued, message, checkpoints, tmp_path
+):
     (checkpoints / "latest_checkpointed_iteration.txt").write_text("600")
     code, log, _ = run_with_stubs(SCRIPT, tmp_path, status, saved)
     assert re.search(message, log), log
@@ -203,8 +198,8 @@ def test_a_run_that_fails_is_queued_again_only_where_it_had_come_further(
     ],
 )
 def test_a_node_whose_task_failed_is_left_out_where_there_are_others(
-    usable: str, excluded: str, goes_on_without: str, checkpoints: Path, tmp_path: Path
-) -> None:
+    usable, excluded, goes_on_without, checkpoints, tmp_path
+):
     _, log, _ = run_with_stubs(SCRIPT, tmp_path, 1, "700", USABLE=usable, EXCLUDED=excluded)
     asked = (tmp_path / "scontrol").read_text().splitlines()
     assert asked[0] == "requeue 40123"
@@ -212,9 +207,7 @@ def test_a_node_whose_task_failed_is_left_out_where_there_are_others(
     assert (f"goes on without {goes_on_without.replace(',', ' ')}" in log) == bool(goes_on_without)
 
 
-def test_why_a_run_failed_is_told_in_the_jobs_log_and_a_full_disk_ends_it(
-    checkpoints: Path, tmp_path: Path
-) -> None:
+def test_why_a_run_failed_is_told_in_the_jobs_log_and_a_full_disk_ends_it(checkpoints, tmp_path):
     line = "wlb_megatron: error: cannot save in /full: No space left on device"
     code, log, _ = run_with_stubs(SCRIPT, tmp_path, 1, "700", SAYS=line, SLURM_RESTART_COUNT="1")
     assert code == 1 and f"failed with status 1, first on node8; {line}\n" in log
@@ -229,7 +222,7 @@ def test_why_a_run_failed_is_told_in_the_jobs_log_and_a_full_disk_ends_it(
     assert "ended after 3 starts in a row without a new checkpoint" in log
 
 
-def test_a_job_whose_folder_another_running_job_has_does_not_start(checkpoints: Path, tmp_path: Path) -> None:
+def test_a_job_whose_folder_another_running_job_has_does_not_start(checkpoints, tmp_path):
     (checkpoints / "job").write_text("40120\n")
     with pytest.raises(FileNotFoundError):  # srun was not called
         run_with_stubs(SCRIPT, tmp_path, 0, "50000")
@@ -238,14 +231,12 @@ def test_a_job_whose_folder_another_running_job_has_does_not_start(checkpoints: 
     assert (checkpoints / "job").read_text() == "40123\n"
 
 
-def test_fsdp_gets_the_connections_that_it_asks_for(checkpoints: Path, tmp_path: Path) -> None:
+def test_fsdp_gets_the_connections_that_it_asks_for(checkpoints, tmp_path):
     run_with_stubs(SCRIPT, tmp_path, 0, "50000", "--use-megatron-fsdp")
     assert (tmp_path / "environment").read_text().split()[1:] == ["8", "96"]
 
 
-def test_a_job_signalled_three_times_before_it_has_saved_is_not_queued_again(
-    checkpoints: Path, tmp_path: Path
-) -> None:
+def test_a_job_signalled_three_times_before_it_has_saved_is_not_queued_again(checkpoints, tmp_path):
     asked, queued = tmp_path / "scontrol", []
     for start, saved in enumerate(["", "", "700", "", "", ""]):
         code, log, _ = run_with_stubs(
@@ -259,7 +250,7 @@ def test_a_job_signalled_three_times_before_it_has_saved_is_not_queued_again(
     assert "3 starts in a row without a new checkpoint: see why in" in log
 
 
-def test_a_release_checkpoint_counts_as_iteration_0(checkpoints: Path, tmp_path: Path) -> None:
+def test_a_release_checkpoint_counts_as_iteration_0(checkpoints, tmp_path):
     (checkpoints / "latest_checkpointed_iteration.txt").write_text("release")
     _, log, _ = run_with_stubs(SCRIPT, tmp_path, 1, "")
     assert "from iteration 0," in log and "ended with status 1 at iteration 0 of" in log
@@ -279,7 +270,7 @@ fi
 """
 
 
-def test_slurm_goes_on_without_a_node_that_failed_and_keeps_second_jobs_out(tmp_path: Path) -> None:
+def test_slurm_goes_on_without_a_node_that_failed_and_keeps_second_jobs_out(tmp_path):
     reason = missing()
     if reason is not None:
         without("slurm", reason)
@@ -320,7 +311,7 @@ def test_slurm_goes_on_without_a_node_that_failed_and_keeps_second_jobs_out(tmp_
 
 
 @pytest.fixture()
-def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
+def slurm(tmp_path):
     reason = missing()
     if reason is not None:
         without("slurm", reason)
@@ -329,9 +320,7 @@ def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
 
 
 @pytest.mark.megatron
-def test_slurm_goes_on_after_a_requeue_and_in_a_new_job_after_a_full_disk(
-    slurm: dict[str, str], corpus: Path, tmp_path: Path
-) -> None:
+def test_slurm_goes_on_after_a_requeue_and_in_a_new_job_after_a_full_disk(slurm, corpus, tmp_path):
     """Signalled as at the time limit: both tasks save, the job requeues itself and resumes. Its last save does not fit
     its disk: it ends, and says so last. With more room a new job of its name goes on from the first save."""
     checkpoints = tmp_path / "checkpoints"
@@ -369,7 +358,7 @@ def test_slurm_goes_on_after_a_requeue_and_in_a_new_job_after_a_full_disk(
         wait(log, "ended with status", 150)
         text = log.read_text()
         assert f"job {job}, start 0, from iteration 0," in text
-        stopped = int(re.search(rf"stopped at iteration (\d+) of {STEPS}", text)[1])  # type: ignore[index]
+        stopped = int(re.search(rf"stopped at iteration (\d+) of {STEPS}", text)[1])
         assert 3 <= stopped < STEPS
         assert f"job {job}, start 1, from iteration {stopped}," in text
         trained = [int(number) for number in re.findall(r"\[wlb\] iteration (\d+) ", text)]

@@ -1,7 +1,5 @@
 """The predicted step: 1F1B events over work units, and how many micro-batches it asks for."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,15 +13,13 @@ WORKS = st.lists(st.integers(0, 10**6), min_size=1, max_size=24)
 
 @settings(max_examples=200, deadline=None)
 @given(WORKS, st.integers(1, 8))
-def test_a_step_is_that_of_1f1b_events_by_brute_force(works: list[int], stages: int) -> None:
+def test_a_step_is_that_of_1f1b_events_by_brute_force(works, stages):
     assert StepLaw(pp=stages).rank(works) == int(one_f_one_b_time(works, stages)) // 3
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 4), st.integers(2, 4), st.integers(2, 3), st.data())
-def test_an_interleaved_step_is_the_simulators(
-    groups: int, stages: int, chunks: int, data: st.DataObject
-) -> None:
+def test_an_interleaved_step_is_the_simulators(groups, stages, chunks, data):
     import numpy as np
 
     count = groups * stages
@@ -33,17 +29,17 @@ def test_an_interleaved_step_is_the_simulators(
     assert StepLaw(pp=stages, vpp=chunks, group=stages).rank(works) == pytest.approx(simulated, abs=1)
 
 
-def test_like_micro_batches_take_m_plus_stages_less_one_of_them() -> None:
+def test_like_micro_batches_take_m_plus_stages_less_one_of_them():
     assert StepLaw(pp=4).rank([30] * 8) == (8 + 3) * 30
     assert StepLaw(pp=4, vpp=2, group=4).rank([30] * 8) == 8 * 30 + 3 * 30 // 2
 
 
-def test_a_micro_batch_costs_its_own_part_and_at_least_what_the_host_needs() -> None:
+def test_a_micro_batch_costs_its_own_part_and_at_least_what_the_host_needs():
     law = StepLaw(per_micro_batch=10, least=(20, 30))
     assert law.rank([100, 20]) == 110 + 50
 
 
-def test_a_backward_that_takes_long_hides_the_launches_of_a_short_forward() -> None:
+def test_a_backward_that_takes_long_hides_the_launches_of_a_short_forward():
     """Work 30 on 2 stages: a forward of 10 and a backward of 20. A host needs 16 and 10: both by 26."""
     law = StepLaw(pp=2, least=(16, 10))
     assert law.occupied(30) == 30 and law.rank([30]) == 2 * 30
@@ -51,17 +47,17 @@ def test_a_backward_that_takes_long_hides_the_launches_of_a_short_forward() -> N
     assert StepLaw(least=(16, 10)).occupied(30) == 30
 
 
-def test_where_layers_are_recomputed_a_forward_is_a_fourth() -> None:
+def test_where_layers_are_recomputed_a_forward_is_a_fourth():
     assert StepLaw(pp=2, backward=(3, 1), again=1000).rank([40] * 4) == StepLaw(pp=2).rank([40] * 4) == 200
 
 
-def test_each_micro_batch_of_a_group_costs_what_its_chunk_adds() -> None:
+def test_each_micro_batch_of_a_group_costs_what_its_chunk_adds():
     law, plain = StepLaw(pp=2, per_chunk=6), StepLaw(pp=2)
     assert law.rank([30, 30, 30], (1, 2)) == plain.rank([30, 36, 36], (1, 2))
     assert law.rank([30, 30, 30]) == plain.rank([30, 30, 30])
 
 
-def test_the_slowest_data_parallel_rank_is_the_step_however_many_there_are() -> None:
+def test_the_slowest_data_parallel_rank_is_the_step_however_many_there_are():
     law, columns = StepLaw(pp=2), [[3 * at, 6, 9] for at in range(12)]
     assert law.step(columns) == max(law.rank(works) for works in columns)
 
@@ -78,18 +74,16 @@ def test_the_slowest_data_parallel_rank_is_the_step_however_many_there_are() -> 
         (StepLaw(pp=4, vpp=2, group=4), 4, None, [4, 8, 12, 16, 24, 32]),
     ],
 )
-def test_a_rank_may_get_these_numbers_of_micro_batches(
-    law: StepLaw, windows: int, per_window: float | None, counts: list[int]
-) -> None:
+def test_a_rank_may_get_these_numbers_of_micro_batches(law, windows, per_window, counts):
     assert law.counts(windows, per_window) == counts
 
 
-def test_more_micro_batches_are_not_looked_at_where_each_costs_more_than_the_bubble_it_saves() -> None:
+def test_more_micro_batches_are_not_looked_at_where_each_costs_more_than_the_bubble_it_saves():
     assert StepLaw(pp=4, per_micro_batch=10**6).worthwhile([4, 8, 16], 10**5) == [4]
     assert StepLaw(pp=4, per_micro_batch=10).worthwhile([4, 8, 16], 10**5) == [4, 8, 16]
 
 
-def test_a_few_percent_are_not_worth_giving_up_like_works_for() -> None:
+def test_a_few_percent_are_not_worth_giving_up_like_works_for():
     """4 of 25,000 on 4 stages take 7 * 25,000, 8 of 12,500 take 11 * 12,500, and what each costs beside."""
     law = StepLaw(pp=4, per_micro_batch=8000)
     assert law.estimate(8, 10**5) * 100 > law.estimate(4, 10**5) * 95 > law.estimate(8, 10**5) * 90

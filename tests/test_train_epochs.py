@@ -1,7 +1,5 @@
 """--wlb-train-epochs: each document trains exactly once an epoch, in the number of steps that is known at start."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest
@@ -57,9 +55,7 @@ CONFIGS = {
     st.integers(1, 3),
     st.integers(1, 4),
 )
-def test_each_document_trains_once_an_epoch_and_then_nothing_is_left(
-    lengths: list[list[int]], name: str, epochs: int, windows: int
-) -> None:
+def test_each_document_trains_once_an_epoch_and_then_nothing_is_left(lengths, name, epochs, windows):
     rules = Rules(WINDOW, seed=3, endless=True, epochs=epochs)
     planner = planner_of(lengths, CONFIGS[name], rules, windows, pp=2)
     assert planner.until is not None
@@ -77,7 +73,7 @@ def test_each_document_trains_once_an_epoch_and_then_nothing_is_left(
 
 
 @pytest.mark.parametrize("name", sorted(CONFIGS))
-def test_a_resumed_run_trains_what_is_left_and_one_that_had_ended_goes_on_for_more_epochs(name: str) -> None:
+def test_a_resumed_run_trains_what_is_left_and_one_that_had_ended_goes_on_for_more_epochs(name):
     lengths = [[(7 * at) % WINDOW + 1 for at in range(30)]]
 
     def planner(epochs: int) -> Planner:

@@ -1,11 +1,8 @@
 """A TrainingJob holds what Megatron's flags say, with each part's own words for it."""
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import FrozenInstanceError
 from functools import reduce
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -108,7 +105,7 @@ ARRIVES: list[tuple[dict[str, Any], str, Any]] = [
 
 
 @pytest.mark.parametrize(("flags", "field", "value"), ARRIVES)
-def test_a_flag_arrives_in_its_field(flags: dict[str, Any], field: str, value: Any) -> None:
+def test_a_flag_arrives_in_its_field(flags, field, value):
     def value_of(job: TrainingJob) -> Any:
         return reduce(lambda of, name: getattr(of, name, None), field.split("."), job)
 
@@ -117,14 +114,14 @@ def test_a_flag_arrives_in_its_field(flags: dict[str, Any], field: str, value: A
         assert value_of(training_job()) != value, "the flag is what sets it"
 
 
-def test_latent_attention_has_the_weights_of_its_compressions() -> None:
+def test_latent_attention_has_the_weights_of_its_compressions():
     """2048 wide, 16 heads: queries 2048 x 16 x 192, keys and values 2048 x (512 + 64) down and 512 x 16 x (128 + 96)
     up, output 16 x 96 x 2048; a gated MLP of 5632."""
     weights = 2048 * 16 * 192 + 2048 * 576 + 512 * 16 * 224 + 16 * 96 * 2048 + 3 * 2048 * 5632
     assert training_job(**MLA).model.layer_parameters == weights
 
 
-def test_the_square_of_a_length_is_the_work_of_the_layers_with_attention_alone() -> None:
+def test_the_square_of_a_length_is_the_work_of_the_layers_with_attention_alone():
     """NNNT: three nets of 2048 x (2 x 16 + 3 x 64 + 2 x 4) and 4 x (2 x 16 + 64) weights, whose states of 4 x 8 x 16
     are counted four times, and four MLPs, beside one layer of attention as without them."""
     whole, mixed = (training_job(**flags).model.layer_parameters for flags in ({}, QWEN))
@@ -132,21 +129,21 @@ def test_the_square_of_a_length_is_the_work_of_the_layers_with_attention_alone()
     assert mixed - whole == 3 * (net + 3 * 2048 * 5632)
 
 
-def test_the_vocabulary_is_known_once_the_tokenizer_is_built() -> None:
+def test_the_vocabulary_is_known_once_the_tokenizer_is_built():
     job = training_job(vocab_size=None)
     assert job.model.vocabulary is None and job.with_vocabulary(640).model.vocabulary == 640
     with pytest.raises(FrozenInstanceError):
-        job.seed = 1  # type: ignore[misc]
+        job.seed = 1
 
 
-def test_whole_evaluation_is_told_apart_from_what_megatron_is_told() -> None:
+def test_whole_evaluation_is_told_apart_from_what_megatron_is_told():
     """Megatron is then given another --full-validation than the user gave (take_over.py)."""
     args = argparse.Namespace(**VALIDATED)
     assert TrainingJob.of(args, WlbConfig(), full_validation=True).evaluation.full
     assert not TrainingJob.of(args, WlbConfig()).evaluation.full
 
 
-def test_a_profile_must_be_of_the_jobs_experts(tmp_path: Path) -> None:
+def test_a_profile_must_be_of_the_jobs_experts(tmp_path):
     model = training_job(**MOE).model.shape
     experts = {"count": 8, "ffn": 1024, "parallel": 1, "tensor": 1, "chosen": 2}
     sizes = {"hidden": model.hidden, "ffn": 2048, "heads": model.heads, "kv_heads": model.kv_heads}

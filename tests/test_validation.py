@@ -1,7 +1,5 @@
 """The simulator against the steps that two H200s took: predictions made anew from the stored plans."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 
@@ -11,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results" / "2x_h200"
 
 
-def test_no_measured_run_is_predicted_more_than_a_twelfth_off() -> None:
+def test_no_measured_run_is_predicted_more_than_a_twelfth_off():
     from scripts.bench.simulator.validate_compare import predicted
     from wlb_megatron.workload.profile import read_profile
 

@@ -1,9 +1,6 @@
 """Benchmarks' rank processes that train job after job: one job must not be felt in the next."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +10,7 @@ from scripts.warm_ranks import WarmRanks
 
 
 @pytest.fixture
-def ranks() -> Iterator[WarmRanks]:
+def ranks():
     made = WarmRanks(2, cpu_environment())
     yield made
     made.close()
@@ -25,9 +22,7 @@ def training(corpus: Path, **parallel: int) -> list[str]:
 
 
 @pytest.mark.megatron
-def test_a_job_trains_as_in_fresh_processes_whatever_ran_in_them_before(
-    ranks: WarmRanks, corpus: Path, tmp_path: Path
-) -> None:
+def test_a_job_trains_as_in_fresh_processes_whatever_ran_in_them_before(ranks, corpus, tmp_path):
     losses = []
     for name, parallel, more in (
         ("first", {"context": 2}, ["--exit-interval", "2"]),  # Megatron ends it by SystemExit
@@ -51,7 +46,7 @@ def test_a_job_trains_as_in_fresh_processes_whatever_ran_in_them_before(
         assert ways == [ahead, ahead]
 
 
-def test_a_job_that_fails_is_told_and_the_next_gets_new_processes(tmp_path: Path) -> None:
+def test_a_job_that_fails_is_told_and_the_next_gets_new_processes(tmp_path):
     log, ranks = tmp_path / "log", WarmRanks(1, cpu_environment())
     assert ranks.run("no such kind", [], log, 60) == 1
     assert not ranks.warm and "no such kind" in log.read_text()

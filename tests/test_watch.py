@@ -1,7 +1,5 @@
 """`wlb-megatron watch`: what a run's log says, on a terminal and as a page that a browser opens."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
@@ -65,7 +63,7 @@ def _parse(text: str) -> _Page:
 
 
 @pytest.fixture()
-def log(tmp_path: Path) -> Path:
+def log(tmp_path):
     """600 of 800 iterations; the process was started again at 300, from the checkpoint of 250."""
     lines = [line(at) for at in range(1, 301)]
     lines += [line(at, started=1.9e9, tokens=900 + at % 2 * 200) for at in range(251, 601)]
@@ -73,7 +71,7 @@ def log(tmp_path: Path) -> Path:
     return tmp_path / "steps.jsonl"
 
 
-def test_the_terminal_shows_what_the_log_says(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_terminal_shows_what_the_log_says(log, capsys):
     assert main(["watch", str(log)]) == 0
     shown = dict(summary(read(log)))
     assert shown == {
@@ -103,7 +101,7 @@ def read(log: Path) -> RunLog:
     return reader
 
 
-def test_a_line_that_is_being_written_waits_and_a_new_file_replaces_all(log: Path) -> None:
+def test_a_line_that_is_being_written_waits_and_a_new_file_replaces_all(log):
     reader = read(log)
     assert not reader.read()
     with log.open("a") as file:
@@ -127,23 +125,19 @@ def test_a_line_that_is_being_written_waits_and_a_new_file_replaces_all(log: Pat
     ],
     ids=lambda text: text[:24],
 )
-def test_a_line_without_the_figures_of_an_iteration_is_no_log(
-    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_line_without_the_figures_of_an_iteration_is_no_log(text, tmp_path, capsys):
     (tmp_path / "other").write_text(f"{text}\n")
     assert main(["watch", str(tmp_path / "other")]) == 2
     assert "is no --wlb-log" in capsys.readouterr().err
 
 
-def test_a_blank_line_and_a_figure_of_another_kind_are_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_blank_line_and_a_figure_of_another_kind_are_left_out(tmp_path, capsys):
     (tmp_path / "log").write_text('{"iteration": 1, "tokens": 8, "measured_ms": "5"}\n\n')
     assert main(["watch", str(tmp_path / "log")]) == 0
     assert "8" in capsys.readouterr().out
 
 
-def test_what_is_no_log_gets_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_log_gets_a_line(tmp_path, capsys):
     (tmp_path / "other").write_text('{"loss": 1}\n')
     assert main(["watch", str(tmp_path / "other")]) == 2
     assert "is no --wlb-log" in capsys.readouterr().err
@@ -154,9 +148,7 @@ def test_what_is_no_log_gets_a_line(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "none yet" in capsys.readouterr().out
 
 
-def test_it_follows_a_run_to_its_last_iteration(
-    log: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_it_follows_a_run_to_its_last_iteration(log, monkeypatch, tmp_path):
     pages = []
 
     def wait(seconds: float) -> None:
@@ -171,7 +163,7 @@ def test_it_follows_a_run_to_its_last_iteration(
     assert "refresh" not in last and "800 of 800 (100.0%)" in last
 
 
-def test_the_page_needs_nothing_else_and_escapes_what_it_shows(log: Path, tmp_path: Path) -> None:
+def test_the_page_needs_nothing_else_and_escapes_what_it_shows(log, tmp_path):
     page = tmp_path / "page.html"
     assert main(["watch", str(log), "--html", str(page)]) == 0
     parsed = _parse(page.read_text())
@@ -181,14 +173,14 @@ def test_the_page_needs_nothing_else_and_escapes_what_it_shows(log: Path, tmp_pa
     assert '<td class="number">1</td>' in page.read_text(), "restarts stand to the right"
 
 
-def test_long_lines_are_thinned_by_medians() -> None:
+def test_long_lines_are_thinned_by_medians():
     points = [(at, float(at)) for at in range(1, 50_001)]
     few = thinned(points)
     assert len(few) == POINTS and few[-1] == (50_000, 49_938.0)
     assert chart("nothing", [("empty", []), ("one", [(1, 2.0)])]) == ""
 
 
-def test_a_browser_shows_the_page(log: Path, tmp_path: Path) -> None:
+def test_a_browser_shows_the_page(log, tmp_path):
     """Drawn without a network: every line within its picture, and the table's figures in the document."""
     if BROWSER is None:
         without("browser", "no chromium or Chrome here (Debian: apt-get install chromium)")

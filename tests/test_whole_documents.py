@@ -1,10 +1,7 @@
 """Documents above the window that train whole, in chunks: how long they may be, and that a run goes on with them."""
 
-from __future__ import annotations
-
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +15,7 @@ from wlb_megatron.errors import WlbError
 from wlb_megatron.inspect_plans import inspect_plans
 
 
-def test_the_least_limit_decides_and_every_one_is_told() -> None:
+def test_the_least_limit_decides_and_every_one_is_told():
     positions, memory = Bound(200, "--max-position-embeddings"), Bound(150, "memory")
     longest, message = longest_whole("chunk", 64, 4, [positions], memory)
     assert longest == 150
@@ -30,7 +27,7 @@ def test_the_least_limit_decides_and_every_one_is_told() -> None:
     assert longest_whole("split", 64, 4, [positions], memory) == (64, "")
 
 
-def test_where_no_more_than_the_window_can_train_whole_documents_are_split_at_it() -> None:
+def test_where_no_more_than_the_window_can_train_whole_documents_are_split_at_it():
     longest, message = longest_whole("chunk", 64, 4, memory=Bound(20, "memory"))
     assert longest == 64 and "above the window of 64 tokens are split" in message
 
@@ -44,9 +41,7 @@ def plans(lengths: list[int], micro_batches: int, **how: Any) -> list[dict[str, 
 
 
 @pytest.mark.parametrize(("micro_batches", "parts"), [(4, [256]), (2, [128, 128]), (1, [64] * 4)])
-def test_inspect_shows_a_document_of_four_windows_whole_where_an_iteration_has_four(
-    micro_batches: int, parts: list[int]
-) -> None:
+def test_inspect_shows_a_document_of_four_windows_whole_where_an_iteration_has_four(micro_batches, parts):
     trained: list[int] = []
     for iteration in plans([10, 256, 30], micro_batches):
         ends: dict[int, int] = {}
@@ -64,7 +59,7 @@ def stream(longest: int, overlong: str = "chunk") -> DocumentStream:
     return DocumentStream.of_lengths(lengths, Rules(longest, overlong, seed=3, endless=True))
 
 
-def test_a_resumed_run_splits_where_the_saved_one_did_if_that_is_shorter() -> None:
+def test_a_resumed_run_splits_where_the_saved_one_did_if_that_is_shorter():
     first = stream(128)
     for _ in range(5):
         first.next()
@@ -76,7 +71,7 @@ def test_a_resumed_run_splits_where_the_saved_one_did_if_that_is_shorter() -> No
     assert second.state() == first.state()
 
 
-def test_a_resumed_run_that_can_hold_less_is_refused() -> None:
+def test_a_resumed_run_that_can_hold_less_is_refused():
     saved = stream(256).state()
     with pytest.raises(WlbError, match="length of whole documents was 256, is 128"):
         stream(128).load_state(saved)
@@ -92,12 +87,12 @@ def test_a_resumed_run_that_can_hold_less_is_refused() -> None:
         ({"release": "full"}, "--wlb-overlong chunk cannot be combined with --wlb-release full"),
     ],
 )
-def test_it_is_refused_where_there_are_no_chunks(flags: dict[str, Any], message: str) -> None:
+def test_it_is_refused_where_there_are_no_chunks(flags, message):
     with pytest.raises(WlbError, match=message):
         plans([10, 256], 4, **flags)
 
 
-def test_analyze_tells_of_documents_above_the_window_whole_and_split(tmp_path: Path) -> None:
+def test_analyze_tells_of_documents_above_the_window_whole_and_split(tmp_path):
     from wlb_megatron.cli import main
 
     layout = "--lengths 900,5000,20,3000,700,60,64 --window 1024 --micro-batches 4 --pp 2 --iterations 4 --warm-up 1"
@@ -114,9 +109,7 @@ def test_analyze_tells_of_documents_above_the_window_whole_and_split(tmp_path: P
     assert whole["results"]["after"]["token_delay"]["max"] == 0
 
 
-def test_inspects_table_tells_how_many_earlier_tokens_a_chunk_attends_to(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_inspects_table_tells_how_many_earlier_tokens_a_chunk_attends_to(capsys):
     from wlb_megatron.cli import main
 
     flags = "--lengths 60,9 --window 64 --pp 2 --chunks on --quadratic-at 8 --micro-batch-cost 2"

@@ -1,7 +1,5 @@
 """Lmax fitted to memory: against hand-computed bytes, Megatron's own formula, and in the right direction."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import importlib.util
@@ -55,7 +53,7 @@ def fit(shape: Model, layout: Layout, memory: int = H100, window: int = 8192) ->
 # --- by hand ---
 
 
-def test_bytes_of_a_small_model_are_the_hand_computed_ones() -> None:
+def test_bytes_of_a_small_model_are_the_hand_computed_ones():
     # A layer keeps for a token: 4 x 8 x 2 = 64 of norms and matrices' inputs; q and output 2 x 2 x 4 x 2 = 32, their
     # log-sum-exps 2 x 4 = 8, k and v 2 x 4 x 2 = 16; FFN 3 x 16 x 2 = 96. Together 216; ids 28.
     alone = Layout()
@@ -69,7 +67,7 @@ def test_bytes_of_a_small_model_are_the_hand_computed_ones() -> None:
     assert memory_needed(SMALL, alone, 100) == 1704 * 18 + 100 * 708
 
 
-def test_a_split_model_keeps_each_ranks_share() -> None:
+def test_a_split_model_keeps_each_ranks_share():
     # TP 2, CP 2: a layer keeps 64 / 2, one head of 16 + 4, its k and v 16, FFN 48, and keys of both ranks 2 x 16.
     layout = Layout(tensor=2, context=2, pipeline=2, sequence=True, micro_batches=8)
     layer, keys = 32 + 20 + 16 + 48, 32
@@ -79,20 +77,20 @@ def test_a_split_model_keeps_each_ranks_share() -> None:
     assert weight_bytes(SMALL, layout, 1) == ((2 * 576 + 256) // 2 + 40) * 18
 
 
-def test_the_distributed_optimizer_spreads_twelve_bytes_a_parameter_over_data_and_context_ranks() -> None:
+def test_the_distributed_optimizer_spreads_twelve_bytes_a_parameter_over_data_and_context_ranks():
     spread = Layout(data=2, context=2, distributed_optimizer=True)
     assert weight_bytes(SMALL, spread, 0) == 1704 * (6 + 3)
     assert weight_bytes(dataclasses.replace(SMALL, dtype_bytes=4), spread, 0) == 1704 * (8 + 2)
 
 
-def test_fsdp_spreads_all_eighteen_and_holds_two_gathered_layers() -> None:
+def test_fsdp_spreads_all_eighteen_and_holds_two_gathered_layers():
     spread = Layout(data=2, context=2, fully_sharded=True)
     assert weight_bytes(SMALL, spread, 0) == 1704 * 18 // 4 + 2 * 1704 // 2 * 2
     cut, same = (dataclasses.replace(SMALL, layers=pattern) for pattern in ("*-|*-", "*-*-"))
     assert weight_bytes(cut, spread, 0) == weight_bytes(same, spread, 0)
 
 
-def test_experts_replace_the_ffn_and_are_spread_over_ranks_of_their_own() -> None:
+def test_experts_replace_the_ffn_and_are_spread_over_ranks_of_their_own():
     experts = Experts(count=8, ffn=4, parallel=2, tensor=2)
     layout = Layout(tensor=2, data=4, distributed_optimizer=True)
     # A rank has half of attention and embeddings, whole norms and routers of 8 x 8, and half of 4 experts of 3 x 8 x 4.
@@ -102,7 +100,7 @@ def test_experts_replace_the_ffn_and_are_spread_over_ranks_of_their_own() -> Non
     assert weight_bytes(SMALL, layout, 0, experts) == dense * (6 + 3) + routed * (6 + 6)
 
 
-def test_weights_that_do_not_fit_alone_are_told_with_the_figure_and_a_cure_that_can_help() -> None:
+def test_weights_that_do_not_fit_alone_are_told_with_the_figure_and_a_cure_that_can_help():
     alone, spread = Layout(data=8), Layout(data=8, distributed_optimizer=True)
     needed = weight_bytes(SEVEN_B, alone, 0)
     assert weights_problem(SEVEN_B, alone, needed, margin=0) is None
@@ -119,14 +117,14 @@ def test_weights_that_do_not_fit_alone_are_told_with_the_figure_and_a_cure_that_
         fit_max_tokens(SEVEN_B, spread, needed // 4, window=64, alignment=8)
 
 
-def test_tied_embeddings_are_held_once_on_one_stage_and_on_both_ends_of_a_pipeline() -> None:
+def test_tied_embeddings_are_held_once_on_one_stage_and_on_both_ends_of_a_pipeline():
     tied = dataclasses.replace(SMALL, tied=True)
     assert weight_bytes(SMALL, Layout(), 0) - weight_bytes(tied, Layout(), 0) == 256 * 18
     two = Layout(pipeline=2)
     assert [weight_bytes(tied, two, s) for s in (0, 1)] == [weight_bytes(SMALL, two, s) for s in (0, 1)]
 
 
-def test_micro_batches_in_flight_are_those_of_megatrons_schedules() -> None:
+def test_micro_batches_in_flight_are_those_of_megatrons_schedules():
     plain = Layout(pipeline=4, micro_batches=8)
     assert [chunks_in_flight(plain, stage) for stage in range(4)] == [4, 3, 2, 1]
     assert chunks_in_flight(dataclasses.replace(plain, micro_batches=2), 0) == 2
@@ -137,7 +135,7 @@ def test_micro_batches_in_flight_are_those_of_megatrons_schedules() -> None:
 # --- documents in chunks ---
 
 
-def test_bytes_of_a_document_in_chunks_are_the_hand_computed_ones() -> None:
+def test_bytes_of_a_document_in_chunks_are_the_hand_computed_ones():
     # Keys and values of a token 2 x 4 in 2 layers, in 2 bytes and their gradients in 4.
     assert keys_bytes(SMALL, Layout()) == 2 * 8 * 6
     # At work: own keys beside kept ones, all of the document's and their gradients, 8 x 2 each.
@@ -156,7 +154,7 @@ def test_bytes_of_a_document_in_chunks_are_the_hand_computed_ones() -> None:
 
 
 @pytest.mark.parametrize("context", [1, 2])
-def test_the_longest_document_is_what_just_fits_beside_an_iterations_tokens(context: int) -> None:
+def test_the_longest_document_is_what_just_fits_beside_an_iterations_tokens(context):
     layout = Layout(context=context, pipeline=2, micro_batches=4)
     room = chunked_bytes(SMALL, layout, longest=48, held=64 + 100, document=100)
 
@@ -170,7 +168,7 @@ def test_the_longest_document_is_what_just_fits_beside_an_iterations_tokens(cont
 
 
 @pytest.mark.parametrize("context", [1, 2])
-def test_the_longest_micro_batch_with_chunks_is_what_just_fits(context: int) -> None:
+def test_the_longest_micro_batch_with_chunks_is_what_just_fits(context):
     layout = Layout(context=context, pipeline=2, micro_batches=4)
     room = chunked_bytes(SMALL, layout, longest=48, held=140, document=64)
 
@@ -185,18 +183,18 @@ def test_the_longest_micro_batch_with_chunks_is_what_just_fits(context: int) -> 
 # --- the fit ---
 
 
-def test_lmax_is_what_just_fits_down_to_the_alignment() -> None:
+def test_lmax_is_what_just_fits_down_to_the_alignment():
     room = memory_needed(SMALL, Layout(), 100)
     assert fit_max_tokens(SMALL, Layout(), room, margin=0, window=64, alignment=1) == 100
     assert fit_max_tokens(SMALL, Layout(), room - 1, margin=0, window=64, alignment=1) == 99
     assert fit_max_tokens(SMALL, Layout(), room, margin=0, window=64, alignment=8) == 96
 
 
-def test_lmax_is_at_most_four_windows() -> None:
+def test_lmax_is_at_most_four_windows():
     assert fit_max_tokens(SMALL, Layout(), H100, window=64, alignment=8) == 256
 
 
-def test_lmax_below_a_window_and_a_quarter_is_refused_with_what_it_would_need() -> None:
+def test_lmax_below_a_window_and_a_quarter_is_refused_with_what_it_would_need():
     room = memory_needed(SMALL, Layout(), 80)
     assert fit_max_tokens(SMALL, Layout(), room, margin=0, window=64, alignment=8) == 80
     with pytest.raises(
@@ -242,7 +240,7 @@ many = settings(deadline=None, max_examples=300)
 
 @many
 @given(shapes, layouts, st.integers(1, 200), st.integers(1, 64))
-def test_what_is_fitted_is_the_most_that_fits(shape: Model, layout: Layout, gib: int, alignment: int) -> None:
+def test_what_is_fitted_is_the_most_that_fits(shape, layout, gib, alignment):
     memory, window = gib * GIB, 4096
     room = int(memory * 0.9)
     try:
@@ -260,14 +258,14 @@ def test_what_is_fitted_is_the_most_that_fits(shape: Model, layout: Layout, gib:
 
 @many
 @given(shapes, layouts, st.integers(1, 200), st.integers(1, 200))
-def test_more_memory_never_shortens_lmax(shape: Model, layout: Layout, gib: int, other: int) -> None:
+def test_more_memory_never_shortens_lmax(shape, layout, gib, other):
     small, large = sorted((gib, other))
     assert fit(shape, layout, small * GIB) <= fit(shape, layout, large * GIB)
 
 
 @many
 @given(shapes, layouts, st.integers(1, 200))
-def test_more_ranks_never_shorten_lmax(shape: Model, layout: Layout, gib: int) -> None:
+def test_more_ranks_never_shorten_lmax(shape, layout, gib):
     memory = gib * GIB
     wider = dataclasses.replace(layout, tensor=2 * layout.tensor)
     assert fit(shape, layout, memory) <= fit(shape, wider, memory)
@@ -279,7 +277,7 @@ def test_more_ranks_never_shorten_lmax(shape: Model, layout: Layout, gib: int) -
 
 @many
 @given(shapes, layouts, st.integers(1, 200))
-def test_more_recompute_never_shortens_lmax(shape: Model, layout: Layout, gib: int) -> None:
+def test_more_recompute_never_shortens_lmax(shape, layout, gib):
     layout = dataclasses.replace(layout, recompute_layers=1, recompute_block=False, virtual=1)
     none, selective, full = (
         fit(shape, dataclasses.replace(layout, recompute=kind), gib * GIB)
@@ -288,7 +286,7 @@ def test_more_recompute_never_shortens_lmax(shape: Model, layout: Layout, gib: i
     assert none <= selective <= full
 
 
-def test_the_directions_show_in_a_case_that_memory_decides() -> None:
+def test_the_directions_show_in_a_case_that_memory_decides():
     base = Layout(
         tensor=4, context=2, pipeline=2, micro_batches=8, sequence=True, distributed_optimizer=True, data=4
     )
@@ -333,8 +331,8 @@ def megatron_activation_bytes(args: Any, micro_batches: int) -> float:
     ("pipeline", "virtual", "micro_batches"), [(1, 1, 4), (4, 1, 8), (4, 1, 2), (4, 2, 8)]
 )
 def test_kept_activations_of_a_7b_gpt_agree_with_megatrons_formula_within_three_percent(
-    tensor: int, pipeline: int, virtual: int, micro_batches: int
-) -> None:
+    tensor, pipeline, virtual, micro_batches
+):
     # Where the formulas overlap: plain heads and FFN, sequence parallelism, no context parallelism, no attention
     # scores kept. Megatron's is of the first stage and, without a pipeline, of the logits in fp32.
     shape = dataclasses.replace(GPT_7B, layers=32 // pipeline)
@@ -381,6 +379,6 @@ def test_kept_activations_of_a_7b_gpt_agree_with_megatrons_formula_within_three_
         ),
     ],
 )
-def test_settings_that_cannot_be_are_named(make: Any, message: str) -> None:
+def test_settings_that_cannot_be_are_named(make, message):
     with pytest.raises(ValueError, match=message):
         make()

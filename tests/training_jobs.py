@@ -1,7 +1,5 @@
 """A TrainingJob as Megatron's flags would give it, for tests of what depends on it."""
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 
