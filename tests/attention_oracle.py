@@ -113,6 +113,19 @@ class ThreadGroup:
     def __post_init__(self):
         self.barrier = threading.Barrier(self.size)
 
+    def run(self, share_of):
+        """share_of(rank) of each rank, in its thread. An error in one ends all."""
+
+        def caught(rank):
+            try:
+                return share_of(rank)
+            except BaseException:
+                self.barrier.abort()
+                raise
+
+        with ThreadPoolExecutor(self.size) as pool:
+            return list(pool.map(caught, range(self.size)))
+
 
 @dataclass
 class Member:
@@ -158,18 +171,12 @@ def on_all_ranks(
         inputs = [t[index].requires_grad_() for t in (x.q, x.k, x.v)]
         own_sink = None if sink is None else sink.clone().requires_grad_()
         settings = LayerSettings(keep_keys, own_sink, window is not None)
-        try:
-            out = sharded_attention(
-                *inputs, layout, Member(group, rank), kernels or TorchKernels(), scale, settings
-            )
-            inputs += [] if sink is None else [own_sink]
-            return index, out.detach(), *torch.autograd.grad(out, inputs, x.dout[index])
-        except BaseException:
-            group.barrier.abort()
-            raise
+        member, used = Member(group, rank), kernels or TorchKernels()
+        out = sharded_attention(*inputs, layout, member, used, scale, settings)
+        inputs += [] if sink is None else [own_sink]
+        return index, out.detach(), *torch.autograd.grad(out, inputs, x.dout[index])
 
-    with ThreadPoolExecutor(plan.cp_size) as pool:
-        shares = list(pool.map(share_of, range(plan.cp_size)))
+    shares = group.run(share_of)
     results = [torch.full_like(t, float("nan")) for t in (x.dout, x.q, x.k, x.v)]
     for index, *tensors in shares:
         for result, tensor in zip(results, tensors[:4], strict=True):

@@ -1,6 +1,5 @@
 """What the tests of documents in chunks share: random iterations, their plans, one layer's attention over them."""
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -146,16 +145,7 @@ class Iteration:
     def on_all_ranks(self, x: Tensors, layer: Layer):
         """Output, dq, dk, dv (and dsink) of the whole documents; ranks are threads."""
         group = ThreadGroup(self.plans[0].cp_size)
-
-        def share_of(rank):
-            try:
-                return self.on_rank(rank, Member(group, rank), x, layer, KeyCache())
-            except BaseException:
-                group.barrier.abort()
-                raise
-
-        with ThreadPoolExecutor(group.size) as pool:
-            shares = list(pool.map(share_of, range(group.size)))
+        shares = group.run(lambda rank: self.on_rank(rank, Member(group, rank), x, layer, KeyCache()))
         results = [torch.full_like(t, float("nan")) for t in (x.dout, x.q, x.k, x.v)]
         for micro_batches, *_ in shares:
             for rows, *tensors in micro_batches:

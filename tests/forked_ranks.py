@@ -126,9 +126,8 @@ def spawn(function: Callable[..., None], arguments: tuple[Any, ...], processes: 
     """
     import torch.multiprocessing as multiprocessing
 
-    multiprocessing.set_forkserver_preload(
-        ["torch.distributed", "megatron.core.parallel_state", "hypothesis"]
-    )
+    preloaded = ["torch.distributed", "megatron.core.parallel_state", "hypothesis"]
+    multiprocessing.set_forkserver_preload(preloaded)
     multiprocessing.start_processes(function, arguments, nprocs=processes, start_method="forkserver")
 
 

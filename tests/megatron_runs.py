@@ -57,9 +57,8 @@ def flags(*more: str, **parallel: int) -> list[str]:
         for flag in sizes
     ]
     made = [*MODEL.split(), *MACHINE.split(), *TRAINING.split(), *text, *" ".join(more).split()]
-    return [
-        flag for flag in made if flag != "--group-query-attention" or "--multi-latent-attention" not in made
-    ]
+    without = {"--group-query-attention"} if "--multi-latent-attention" in made else set()
+    return [flag for flag in made if flag not in without]
 
 
 def write_corpus(
@@ -220,9 +219,8 @@ def mean_losses(
     scoring = [rank["losses"] for rank in ranks if rank["place"]["pp"] == last and rank["place"]["tp"] == 0]
     losses = []
     for iteration in range(iterations):
-        chosen = [
-            entry for entries in scoring for entry in _iteration(entries, iteration, iterations, numbers)
-        ]
+        parts = [_iteration(entries, iteration, iterations, numbers) for entries in scoring]
+        chosen = [entry for part in parts for entry in part]
         losses.append(sum(loss for loss, _ in chosen) / sum(count for _, count in chosen))
     return losses
 

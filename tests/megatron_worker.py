@@ -271,7 +271,7 @@ def save_when_reduced() -> None:
                 "fused": fused_matrices(),
                 "etp": parallel_state.get_expert_tensor_parallel_rank(),
                 "layers": sum(
-                    isinstance(part, TransformerLayer) for chunk in model for part in chunk.modules()
+                    isinstance(each, TransformerLayer) for chunk in model for each in chunk.modules()
                 ),
             }
         seen["recomputed"].append(part(recomputation.Recomputation).numbers)

@@ -84,7 +84,6 @@ def conversations(count: int, seed: int = 1, longest: int = 20) -> list[list[dic
 
 
 def write_jsonl(path: Path, lines: Sequence[list[dict[str, Any]]]) -> Path:
-    path.write_text(
-        "".join(json.dumps({"messages": messages}) + "\n" for messages in lines), encoding="utf-8"
-    )
+    text = "".join(json.dumps({"messages": messages}) + "\n" for messages in lines)
+    path.write_text(text, encoding="utf-8")
     return path

@@ -10,6 +10,7 @@ import pytest
 
 from scripts import main_job
 from scripts.environment import cpu_environment
+from wlb_megatron.documents import lengths
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -32,8 +33,6 @@ def test_the_end_says_what_balanced_the_step_what_gpus_take_and_where_the_pictur
 
 
 def test_the_steps_on_gpus_are_simulated_from_the_same_documents(tmp_path, monkeypatch):
-    from wlb_megatron.documents import lengths
-
     documents = np.tile([40, 600, 2048, 90, 5000, 300], 20)  # 5000 is above the window and left out
     monkeypatch.setattr(lengths, "read_lengths", lambda path: documents)
     options = argparse.Namespace(out=tmp_path, seq_length=2048, iterations=2, global_batch_size=4)

@@ -42,9 +42,8 @@ def test_a_micro_batch_of_two_windows_trains_exactly_at_resume_and_evaluates_in_
     assert norms(whole) == norms(first) + norms(resumed) and len(norms(whole)) == 4
     rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     plans = [row["lengths"] for row in rows]
-    assert plans == [
-        json.loads(line)["lengths"] for line in (tmp_path / "whole.jsonl").read_text().splitlines()
-    ]
+    whole_rows = (tmp_path / "whole.jsonl").read_text().splitlines()
+    assert plans == [json.loads(line)["lengths"] for line in whole_rows]
     micro_batches = [micro_batch for plan in plans for row in plan for micro_batch in row]
     assert [len(plan) for plan in plans] == [2] * 4
     assert 128 < max(map(sum, micro_batches)) <= 192 and max(map(max, micro_batches)) == 64

@@ -10,14 +10,15 @@ import pytest
 from megatron_combinations import (
     BY_DOCUMENT_ALONE,
     CHUNKS,
-    CP,
+    CP2,
     EP,
     FOUR,
     FP8_DELAYED,
+    FULL,
     OVERLAPS,
     PP,
-    RECOMPUTE,
-    TP,
+    PP2,
+    SP,
     VPP,
     WHOLE,
 )
@@ -29,7 +30,6 @@ pytestmark = pytest.mark.megatron
 
 ITERATIONS = 3
 TRAINED = f"--global-batch-size 8 --train-iters {ITERATIONS} --wlb-max-delay 0"
-PP2, CP2, FULL = f"{PP} 2", f"{CP} 2", f"{RECOMPUTE} uniform"
 SELECTIVE = "--recompute-granularity selective --wlb-regather-keys"
 WINDOWS = "--window-size 9,0 --window-attn-skip-freq 2 --softmax-type learnable"
 MLA = (
@@ -41,7 +41,7 @@ ROWS = {
     "PP2": (2, PP2, ""),
     "PP4": (4, f"{PP} 4", FOUR),
     "PP2xCP2": (4, f"{PP2} {CP2}", ""),
-    "TP2xPP2+SP": (4, f"{PP2} {TP} 2 --sequence-parallel", ""),
+    "TP2xPP2+SP": (4, f"{PP2} {SP}", ""),
     "DP2xPP2, overlaps": (4, f"{PP2} {OVERLAPS}", ""),
     "PP2, full recompute, routers' losses by document": (2, f"{PP2} {FULL}", BY_DOCUMENT_ALONE),
     "PP2xCP2, selective recompute, keys sent again": (4, f"{PP2} {CP2} {SELECTIVE}", ""),

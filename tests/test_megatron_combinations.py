@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from megatron_combinations import CPU
 from megatron_runs import check_alike, flags, train
 
@@ -46,8 +47,6 @@ def test_a_row_of_the_table_equals_the_single_process(name, corpus, single, tmp_
 @pytest.mark.parametrize(("stages", "chunks", "group"), [(2, 1, 1), (2, 2, 2), (4, 2, 4), (2, 3, 4)])
 def test_the_order_is_that_of_megatrons_schedule_table(micro_batches, stages, chunks, group):
     """Every stage runs Megatron's table; walking it as a pipeline gives what passes between neighbours."""
-    from megatron.core.pipeline_parallel.schedules import get_schedule_table
-
     table = (
         get_schedule_table(micro_batches, chunks, group)
         if chunks > 1

@@ -41,11 +41,10 @@ def truncate_when(log: Path, lines: int, victim: Path) -> None:
 def test_a_run_whose_tokens_cannot_be_read_any_more_ends_though_workers_ignore_the_signal(workers, tmp_path):
     prefix, log = tmp_path / "documents", tmp_path / "steps.jsonl"
     write_corpus(prefix, LENGTHS * 4)
-    run = (
-        f"--data-path {prefix} --split 1,0,0 --global-batch-size 2 --train-iters 100000 --exit-signal-handler"
-    )
+    run = f"--data-path {prefix} --split 1,0,0 --global-batch-size 2 --train-iters 100000"
     process = "always" if workers == "2" else "never"
     arguments = flags(run, f"--num-workers {workers} --wlb-plan-process {process} --wlb-log {log}")
+    arguments.append("--exit-signal-handler")
     fault = threading.Thread(target=truncate_when, args=(log, 3, prefix.with_suffix(".bin")))
     fault.start()
     done = launch(arguments, 1, timeout=LIMIT)

@@ -140,9 +140,8 @@ def test_kept_layers_change_no_bit_of_losses_and_gradients(name, corpus, tmp_pat
             # Every micro-batch through every layer once, and once more through each layer that was to be recomputed.
             micro_batches = counts.count(iteration) // len(step[0])
             assert layers_run == micro_batches * place["layers"] + sum(map(sum, step))
-    assert len({str(numbers) for numbers in planned.values()}) == len(planned), (
-        "the others plan by themselves"
-    )
+    others = {str(numbers) for numbers in planned.values()}
+    assert len(others) == len(planned), "the others plan by themselves"
     flat = [number for rank in kept for step in rank["recomputed"] for row in step for number in row]
     assert len(set(flat)) > 1, "the memory is such that some are kept, some are not"
     replica = {rank["place"]["pp"]: rank for rank in reversed(kept) if rank["place"]["dp"] == 0}.values()

@@ -124,9 +124,8 @@ def scores(weights: dict[str, Tensor], ids: Tensor) -> Tensor:
     for number in sorted(layers):
         layer = {name.removeprefix(f"decoder.layers.{number}."): weight for name, weight in weights.items()}
         hidden = hidden + attention(layer, norm(hidden, layer["input_layernorm.weight"]))
-        gate, up = (norm(hidden, layer["pre_mlp_layernorm.weight"]) @ layer["mlp.linear_fc1.weight"].T).chunk(
-            2, -1
-        )
+        inner = norm(hidden, layer["pre_mlp_layernorm.weight"])
+        gate, up = (inner @ layer["mlp.linear_fc1.weight"].T).chunk(2, -1)
         hidden = hidden + (functional.silu(gate) * up) @ layer["mlp.linear_fc2.weight"].T
     return norm(hidden, weights["decoder.final_layernorm.weight"]) @ weights["output_layer.weight"].T
 

@@ -183,11 +183,11 @@ def test_predictions_are_those_counted_token_by_token(pieces, at, further):
 def test_documents_in_one_micro_batch_or_in_two_have_the_same_gradient(tmp_path):
     """22 documents of 3 tokens and one of 62: packed apart, their own factors would be 2.0 and 1.02 at depth 1."""
     write_corpus(tmp_path / "documents", [3] * 22 + [62])
-    run = (
-        f"--mtp-num-layers 2 --train-iters 1 --data-path {tmp_path}/documents --wlb-max-delay 0 --split 1,0,0"
-    )
+    run = f"--mtp-num-layers 2 --train-iters 1 --data-path {tmp_path}/documents --wlb-max-delay 0"
     runs = {
-        number: train(flags(run, f"--global-batch-size {number} {more}"), 1, tmp_path / str(number))
+        number: train(
+            flags(run, f"--split 1,0,0 --global-batch-size {number} {more}"), 1, tmp_path / str(number)
+        )
         for number, more in ((1, "--seq-length 128"), (2, ""))
     }
     documents = [[entry[2] for entry in run[0]["documents"]] for run in runs.values()]

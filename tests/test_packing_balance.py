@@ -104,19 +104,16 @@ def test_improving_never_makes_the_largest_larger_nor_breaks_a_limit(lengths, co
 
 def test_improving_evens_what_greedy_leaves_uneven():
     # 18 against 10: moving 5 would leave 13 against 15, swapping 8 for 4 gives 14 against 14.
-    contents = [
-        [Item(w, 1, i, 0, Piece(0, i, 0, 1)) for i, w in enumerate(row)] for row in ([8, 5, 5], [6, 4])
-    ]
+    rows = [8, 5, 5], [6, 4]
+    contents = [[Item(w, 1, i, 0, Piece(0, i, 0, 1)) for i, w in enumerate(row)] for row in rows]
     work = [18, 10]
     improve_bins(contents, work, 10, 10)
     assert work == [14, 14]
 
 
 def plans_of(lengths: np.ndarray, iterations: int, **settings: object) -> list[IterationPlan]:
-    planner = make_planner(
-        lengths.tolist(), window=WINDOW, micro_batches=4, endless=True, cost=COST, **settings
-    )
-    return run(planner, most=iterations)
+    job = {"window": WINDOW, "micro_batches": 4, "endless": True, "cost": COST} | settings
+    return run(make_planner(lengths.tolist(), **job), most=iterations)
 
 
 def mean_delay(plans: list[IterationPlan]) -> float:
@@ -266,10 +263,8 @@ def test_the_predicted_step_is_within_2_percent_of_its_lower_bound(dp, pp):
     planner = make_planner(paper_like(60_000).tolist(), **job, endless=True)
     over = []
     for plan in run(planner, most=40):
-        longest = max(piece.tokens for piece in trained(plan))
-        over.append(
-            step_work(plan.micro_batches, pp) / step_bound(plan.micro_batches, int(COST.work(longest)), pp)
-        )
+        longest = int(COST.work(max(piece.tokens for piece in trained(plan))))
+        over.append(step_work(plan.micro_batches, pp) / step_bound(plan.micro_batches, longest, pp))
     assert min(over) >= 1 - 1e-6
     assert np.mean(over) <= 1.02
 

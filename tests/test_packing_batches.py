@@ -168,9 +168,8 @@ def test_sizes_not_reached_yet_may_change_at_resume_and_others_may_not():
 @pytest.mark.parametrize("version", [1, 4])
 def test_a_state_of_another_version_is_refused(version):
     planner = growing(((0, 2),))
-    with pytest.raises(
-        ValueError, match=f"version {version}, this release reads 2 to 3: resume with the release"
-    ):
+    words = f"version {version}, this release reads 2 to 3: resume with the release"
+    with pytest.raises(ValueError, match=words):
         planner.load_state({**planner.state(), "version": version})
 
 

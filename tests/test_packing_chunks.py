@@ -166,9 +166,7 @@ def test_chunks_are_of_like_work_and_tile_the_document(tokens, number, at):
     assert (chunks[0].piece.start, chunks[-1].piece.end, len(chunks)) == (100, 100 + tokens, number)
     assert all(chunk.tokens > 0 for chunk in chunks)
     assert sum(chunk.work for chunk in chunks) == item.work + (number - 1) * 3 * UNITS_PER_TOKEN
-    last = (
-        1 + 2 * tokens / at
-    ) * UNITS_PER_TOKEN  # the document's last token's work: chunks end at whole tokens
+    last = (1 + 2 * tokens / at) * UNITS_PER_TOKEN  # of the last token: chunks end at whole tokens
     even = item.work / number
     if tokens > 4 * number:
         assert all(abs(chunk.work - even) <= 2 * last + 6 * UNITS_PER_TOKEN for chunk in chunks)

@@ -43,10 +43,8 @@ def plan_stream(
 
 @pytest.mark.parametrize("packing", PACKERS)
 def test_documents_without_tokens_reach_no_plan(packing):
-    pieces = [
-        piece for row in plan_stream([0, 1, 0, 2], 8, packing=packing, solver_seconds=0.1) for piece in row
-    ]
-    assert pieces == [Piece(0, 1, 0, 1), Piece(0, 3, 0, 2)]
+    rows = plan_stream([0, 1, 0, 2], 8, packing=packing, solver_seconds=0.1)
+    assert [piece for row in rows for piece in row] == [Piece(0, 1, 0, 1), Piece(0, 3, 0, 2)]
 
 
 @pytest.mark.parametrize("packing", QUICK_PACKINGS)
@@ -57,9 +55,8 @@ def test_documents_of_one_token_are_packed(packing):
 
 @pytest.mark.parametrize("packing", QUICK_PACKINGS)
 def test_eighty_thousand_tiny_documents_never_meet_in_one_launch(packing):
-    planner = make_planner(
-        [16] * 80_000, window=131_072, micro_batches=4, packing=packing, max_documents=4096
-    )
+    job = {"window": 131_072, "micro_batches": 4, "packing": packing, "max_documents": 4096}
+    planner = make_planner([16] * 80_000, **job)
     plans = run(planner)
     assert max(len(b.pieces) for plan in plans for b in micro_batches(plan)) == 4096
     assert sum(len(trained(plan)) for plan in plans) == 80_000
@@ -93,9 +90,8 @@ def test_running_totals_go_on_beyond_2_to_the_31(packing):
 
 def test_a_micro_batch_is_full_by_its_own_count_of_tokens():
     # No document is padded: 12 of 9 tokens are 108, padded once to 112, the cap; a 13th would be too many.
-    planner = make_planner(
-        [9] * 13, window=88, micro_batches=1, alignment=8, max_tokens=112, thresholds="none"
-    )
+    job = {"window": 88, "micro_batches": 1, "alignment": 8, "max_tokens": 112}
+    planner = make_planner([9] * 13, **job, thresholds="none")
     plans = run(planner)
     assert [len(trained(plan)) for plan in plans] == [10, 3]
     bins = Bins(1, 112, 4096)
@@ -141,9 +137,8 @@ def test_three_documents_over_four_micro_batches_leave_the_last_one_to_padding()
 @pytest.mark.parametrize("packing", QUICK_PACKINGS)
 def test_remainders_are_carried_on_rather_than_trained_in_a_short_micro_batch(packing):
     lengths = lognormal(10_000, seed=1, mean=900, max_tokens=8192)
-    plans = run(
-        make_planner(lengths.tolist(), window=8192, micro_batches=4, packing=packing, cost=CostModel(1e9))
-    )
+    job = {"window": 8192, "micro_batches": 4, "packing": packing, "cost": CostModel(1e9)}
+    plans = run(make_planner(lengths.tolist(), **job))
     fill = [b.tokens / 8192 for plan in plans[:-2] for b in micro_batches(plan)]
     assert np.mean(fill) >= 0.99
     if packing != "varlen":

@@ -43,9 +43,7 @@ def test_every_token_trains_once_uncut_within_its_limits_and_its_bound_on_delay(
     check_promises(plans, size["max_tokens"], most_documents=size["max_documents"], finite=not endless)
     assert max(delays(plans).values(), default=0) <= size["max_delay"]
     for plan in plans:
-        assert len({len(row) for row in plan.micro_batches}) == 1, (
-            "ranks have unlike numbers of micro-batches"
-        )
+        assert len({len(row) for row in plan.micro_batches}) == 1, "ranks have unlike numbers of them"
         assert len(plan.micro_batches) in {
             -(-round(f * size["micro_batches"] * 100) // 100) for f in (*FACTORS, 64)
         }
@@ -105,13 +103,8 @@ def over_ideal(plans: list[IterationPlan]) -> float:
 
 def time_per_token(plans: list[IterationPlan], stages: int, own: int) -> float:
     """By brute-force 1F1B events; own: what a micro-batch costs by itself (tokens)."""
-    time = sum(
-        one_f_one_b_time(
-            [micro_batch.work / UNITS_PER_TOKEN + own for micro_batch in micro_batches(plan)], stages
-        )
-        / 3
-        for plan in plans
-    )
+    works = [[batch.work / UNITS_PER_TOKEN + own for batch in micro_batches(plan)] for plan in plans]
+    time = sum(one_f_one_b_time(each, stages) / 3 for each in works)
     return time / sum(micro_batch.tokens for plan in plans for micro_batch in micro_batches(plan))
 
 
@@ -125,9 +118,8 @@ def test_a_long_tailed_corpus_gains_a_third_over_arrival_order_on_four_stages():
 
 
 def test_many_windows_a_step_are_not_slower_than_one_micro_batch_each():
-    single, auto = (
-        long_run(20, micro_batches=32, micro_batches_per_window=number) for number in ("1", "auto")
-    )
+    job = {"micro_batches": 32}
+    single, auto = (long_run(20, **job, micro_batches_per_window=number) for number in ("1", "auto"))
     assert over_ideal(auto) <= 1.01 * over_ideal(single)
 
 

@@ -156,9 +156,8 @@ def test_fixed_windows_train_every_token_once_and_are_full(packing, batches, len
 
 def test_the_solver_trains_every_token_once():
     lengths = [(37 * i) % WINDOW + 1 for i in range(24)]
-    plans = run(
-        make_planner(lengths, window=WINDOW, micro_batches=2, packing="fixed-solver", balance_batches=2)
-    )
+    solver = {"packing": "fixed-solver", "balance_batches": 2}
+    plans = run(make_planner(lengths, window=WINDOW, micro_batches=2, **solver))
     check_promises(plans, WINDOW, bins=2)
 
 
@@ -168,9 +167,8 @@ def test_iteration_k_takes_documents_until_the_total_reaches_k_plus_1_global_bat
     lengths, bins, max_delay
 ):
     taken = 0
-    planner = make_planner(
-        lengths, window=WINDOW, micro_batches=bins, max_tokens=3 * WINDOW, max_delay=max_delay
-    )
+    job = {"window": WINDOW, "micro_batches": bins, "max_tokens": 3 * WINDOW, "max_delay": max_delay}
+    planner = make_planner(lengths, **job)
     for plan in run(planner):
         before = taken
         taken += sum(piece.tokens for piece in plan.arrived)
@@ -209,9 +207,8 @@ def test_a_run_resumed_at_any_iteration_in_any_layout_trains_the_same_documents(
     def planner() -> Planner:
         dp = data.draw(regrouped(bins))
         pp = data.draw(st.sampled_from([1, 4]))
-        return make_planner(
-            lengths, window=WINDOW, micro_batches=bins // dp, dp=dp, pp=pp, endless=True, **packing
-        )
+        layout = {"micro_batches": bins // dp, "dp": dp, "pp": pp}
+        return make_planner(lengths, window=WINDOW, **layout, endless=True, **packing)
 
     whole = run(planner(), most=12)
     first = planner()
@@ -304,9 +301,8 @@ def test_a_window_that_padding_does_not_divide_is_refused():
 def test_pieces_put_back_are_offered_again_first():
     # Lmax takes one of these documents a micro-batch; nine tenths of a window arrive too fast to wait.
     lengths = [22] * 200
-    planner = make_planner(
-        lengths, window=WINDOW, micro_batches=1, max_tokens=36, max_delay=2, thresholds="none"
-    )
+    job = {"micro_batches": 1, "max_tokens": 36, "max_delay": 2, "thresholds": "none"}
+    planner = make_planner(lengths, window=WINDOW, **job)
     plans = run(planner)
     assert [piece.document for plan in plans for piece in trained(plan)] == list(range(200))
     assert max(delays(plans).values()) <= 2

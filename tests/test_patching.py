@@ -123,9 +123,8 @@ def test_the_three_way_help_merges_a_fork_that_moved_on_from_a_known_file(checko
     # The command needs the patch's own blobs, which a clone of Megatron-LM has: make this repository's so.
     new = checkout.parent / "after.patch"
     script.write_text(known.replace('__main__":\n', '__main__":\n    enable()\n'))
-    diff = subprocess.run(
-        ["git", "diff", "--full-index"], cwd=checkout, capture_output=True, text=True
-    ).stdout
+    command = ["git", "diff", "--full-index"]
+    diff = subprocess.run(command, cwd=checkout, capture_output=True, text=True).stdout
     new.write_text(diff)
     script.write_text(known.replace("# line 3\n", "# a fork's own line\n"))
     subprocess.run(["git", "add", "-A"], cwd=checkout, check=True)
@@ -179,9 +178,8 @@ def test_a_version_older_than_the_patches_and_a_folder_that_is_no_checkout_are_r
 def test_a_newer_version_takes_the_patches_and_is_told_which_ones_were_tried(checkout, capsys):
     write_version(checkout, "0.21.0")
     assert main(["patch", "--apply", str(checkout)]) == 0
-    assert (
-        "megatron-core 0.21.0: 0001-pretrain-gpt.patch (tried on 0.16.2 to 0.20.0)" in capsys.readouterr().out
-    )
+    told = "megatron-core 0.21.0: 0001-pretrain-gpt.patch (tried on 0.16.2 to 0.20.0)"
+    assert told in capsys.readouterr().out
 
 
 def test_the_patches_name_the_versions_that_the_tests_apply_them_to():

@@ -58,9 +58,8 @@ def rank_of_three(rank: int, port: int) -> None:
     dist.barrier()
     kept = [at for at in range(5) if agreement._store.check([f"{at * 100}/answer"])]
     assert kept == [3, 4]
-    assert not any(
-        agreement._store.check([f"100/{key}"]) for key in ("all", "plans/digests", "plans/digest 1")
-    )
+    for key in ("all", "plans/digests", "plans/digest 1"):
+        assert not agreement._store.check([f"100/{key}"])
     assert not agreement._store.check([f"100/plans/{digest('same 1').hex()}"])
     dist.barrier()
     with pytest.raises(RuntimeError) as error:
@@ -92,9 +91,8 @@ def rank_of_three(rank: int, port: int) -> None:
     dist.barrier()
     assert notes.take(KEPT, lambda: False) == b"%d" % KEPT
     assert notes.take(5, lambda: False) == b"5"
-    with pytest.raises(
-        RuntimeError, match=rf"rank {rank} on .* asks for rank 0's plan 4, those before 5 are no"
-    ):
+    late = rf"rank {rank} on .* asks for rank 0's plan 4, those before 5 are no"
+    with pytest.raises(RuntimeError, match=late):
         notes.take(4, lambda: False)
     dist.barrier()
     dist.destroy_process_group()
@@ -192,9 +190,8 @@ def limits_of_many_ranks(rank: int) -> None:
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == (1124, 8192)
     allow_open_files(7500, "indices")
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == (8192, 8192)
-    with pytest.raises(
-        WlbError, match=r"batches need 400 open files, 8256 with all others, .* may open 8192"
-    ):
+    needed = r"batches need 400 open files, 8256 with all others, .* may open 8192"
+    with pytest.raises(WlbError, match=needed):
         allow_open_files(400, "batches")
 
 

@@ -21,6 +21,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron_runs import rewrite_corpus
+from torch.utils.data._utils.pin_memory import pin_memory
 
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.blend import Blend
@@ -46,6 +47,7 @@ from wlb_megatron.plugin.plans.data import (
     make_loader,
     read_ahead,
 )
+from wlb_megatron.plugin.step.pipeline_shapes import _drawn
 from wlb_megatron.refusals import Refused, RefusedHere
 from wlb_megatron.sharding.chunks import links_of
 from wlb_megatron.sharding.cut import pad
@@ -69,9 +71,8 @@ def planned(pieces: list[Piece], cp: int = 1, sharding: str = "per-document") ->
 
 def read(corpus: Blend, micro_batch: PlannedMicroBatch, rank: int, depth: int = 0) -> dict[str, list[float]]:
     held = PackedDocuments(corpus, Layout(rank, 1, 8, True, follows=depth))[micro_batch].held
-    return {
-        key: getattr(held, key)[depth].tolist() for key in ("tokens", "labels", "loss_mask", "position_ids")
-    }
+    keys = ("tokens", "labels", "loss_mask", "position_ids")
+    return {key: getattr(held, key)[depth].tolist() for key in keys}
 
 
 def corpus_of(folder: Path, documents: list[list[int]]) -> Blend:
@@ -194,9 +195,8 @@ def test_a_token_id_outside_the_vocabulary_is_an_error_that_names_corpus_documen
     corpus = corpus_of(tmp_path, [[1], document])
     micro_batch = planned([Piece(0, 1, 1, 6)])
     right = PackedDocuments(corpus, Layout(0, 1, 8, True, vocabulary=100))
-    with pytest.raises(
-        WlbError, match=f"documents: document 1 has token id {wild} at token {at}, .* ends at 49"
-    ):
+    words = f"documents: document 1 has token id {wild} at token {at}, .* ends at 49"
+    with pytest.raises(WlbError, match=words):
         PackedDocuments(corpus, Layout(0, 1, 8, True, vocabulary=50))[micro_batch]
     assert wild < 0 or right[micro_batch].held.labels[0, -1] == document[6]
 
@@ -212,9 +212,8 @@ def test_a_workers_error_ends_the_run_with_its_own_line(workers, tmp_path):
     with pytest.raises(Refused) as refused:
         next(iterator)
     iterator.close()
-    assert str(refused.value).startswith(
-        f"wlb_megatron: error: {tmp_path}/documents: document 1 has token id 99"
-    )
+    line = f"wlb_megatron: error: {tmp_path}/documents: document 1 has token id 99"
+    assert str(refused.value).startswith(line)
     assert "\n" not in str(refused.value)
 
 
@@ -268,9 +267,8 @@ def test_workers_read_ahead_without_changing_order_or_state(workers, tmp_path):
 
     sampler = MicroBatchSampler(PlanAhead(plans, depth=2))
     loader = loader_of(corpus, sampler, workers=workers)
-    seen = [
-        (b.planned.iteration, b.planned.index, b.held.tokens[0].tolist()) for b in MicroBatchIterator(loader)
-    ]
+    batches = [(each.planned, each.held) for each in MicroBatchIterator(loader)]
+    seen = [(plan.iteration, plan.index, held.tokens[0].tolist()) for plan, held in batches]
     assert seen == [(i, m, [2 * i + m] * 4) for i in range(6) for m in range(2)]
     assert {i: p.state()["iteration"] for i, p in sampler.passed.items()} == {i: i + 1 for i in range(6)}
 
@@ -320,8 +318,6 @@ def test_after_an_error_nothing_more_is_drawn():
 
 
 def test_the_next_steps_micro_batches_are_drawn_from_a_steps_second_on():
-    from wlb_megatron.plugin.step.pipeline_shapes import _drawn
-
     due: list[int] = []
     seen = [(batch, list(due)) for batch in _drawn("abcd", due.append)]
     assert seen == [("a", []), ("b", [2]), ("c", [2, 3]), ("d", [2, 3, 4])]
@@ -428,12 +424,9 @@ def test_a_stage_that_needs_no_tokens_reads_none(tmp_path):
 
 def test_the_loader_pins_every_tensor_of_a_micro_batch(tmp_path, monkeypatch):
     """Else copies to the GPU wait. A stand-in for pinned memory, which needs a GPU: the tensors that it gave."""
-    from torch.utils.data._utils.pin_memory import pin_memory
-
     corpus = corpus_of(tmp_path, [[1, 2, 3], [4, 5]])
-    micro_batch = replace(
-        planned([Piece(0, 0, 0, 3), Piece(0, 1, 0, 2)], 2, "per-document"), predictions=(4, 2)
-    )
+    packed = planned([Piece(0, 0, 0, 3), Piece(0, 1, 0, 2)], 2)
+    micro_batch = replace(packed, predictions=(4, 2))
     loaded = PackedDocuments(corpus, ALL_TENSORS)[micro_batch]
     pinned_tensors: list[torch.Tensor] = []
     monkeypatch.setattr(
@@ -563,10 +556,9 @@ def test_rows_of_all_ranks_are_put_into_documents_that_begin_where_it_is_told(le
         assert documents.order[documents.gathered.long()].tolist() == [*range(plan.tokens)]
     begins = documents.starts.tolist()
     parts = [gathered[begin:end] for begin, end in pairwise(begins)]
-    whole = [
-        [(piece, token) for token in range(length)] for piece, length in enumerate(plan.lengths.tolist())
-    ]
-    assert sorted(parts) == whole and begins[-1] == plan.tokens
+    lengths = enumerate(plan.lengths.tolist())
+    expected = [[(piece, token) for token in range(length)] for piece, length in lengths]
+    assert sorted(parts) == expected and begins[-1] == plan.tokens
 
 
 FAILS = """

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
 from wlb_megatron.plugin.step.deferred_losses import (
@@ -120,7 +121,6 @@ def test_a_forward_outside_of_such_a_step_or_without_gradients_or_on_an_earlier_
 
 
 def test_losses_of_a_model_that_may_change_them_are_not_deferred(capsys):
-    from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.models.hybrid.hybrid_model import HybridModel
 
     class Own(GPTModel):
@@ -173,8 +173,6 @@ SEEN = {
 
 @pytest.mark.parametrize("what", SEEN)
 def test_losses_on_whose_way_something_may_read_or_change_them_are_not_deferred(what):
-    from megatron.core.models.gpt.gpt_model import GPTModel
-
     model, outer = GPTModel.__new__(GPTModel), torch.nn.Module()
     torch.nn.Module.__init__(model)
     outer.module = model

@@ -5,21 +5,22 @@ import re
 
 import pytest
 import torch
+from megatron.training import training
 from megatron_runs import failure, flags, run_script
 
 from wlb_megatron.plugin.job_state import part
+from wlb_megatron.plugin.logs import flops
+from wlb_megatron.plugin.step import forward_step
 
 WINDOW = 64
 
 
 @pytest.fixture()
-def counted(monkeypatch):
-    """The module as if Megatron could not count segments, on one rank; and a formula like Megatron's."""
-    from wlb_megatron.plugin.logs import flops
-
+def count(monkeypatch):
+    """A formula like Megatron's, in a module that is as if Megatron could not count segments, on one rank."""
     monkeypatch.setattr(flops, "training", object())
     monkeypatch.setattr(flops, "_over_all_ranks", lambda here: (float(here[0]), float(here[1])))
-    return flops, flops.wrap_num_floating_point_operations(
+    return flops.wrap_num_floating_point_operations(
         lambda args, batch: batch * (1000 * args.seq_length + 3 * args.seq_length**2)
     )
 
@@ -28,9 +29,8 @@ def bounds(*lengths: int) -> torch.Tensor:
     return torch.tensor([0, *lengths]).cumsum(0)
 
 
-def test_documents_count_by_their_own_squares_and_the_log_finds_the_step_that_the_loop_counted(counted):
+def test_documents_count_by_their_own_squares_and_the_log_finds_the_step_that_the_loop_counted(count):
     """F13: eight documents of 8 tokens are an eighth of the attention of one of 64. Steps do not add up."""
-    flops, count = counted
     args = argparse.Namespace(seq_length=WINDOW)
     assert count(args, 2) == 2 * (1000 * 64 + 3 * 64**2)  # nothing trained yet: Megatron's own
     for lengths in ((5, 7), (40,), (8,) * 8, (64,)):
@@ -43,8 +43,6 @@ def test_documents_count_by_their_own_squares_and_the_log_finds_the_step_that_th
 @pytest.mark.parametrize("release", ["0.17", "0.19"])
 def test_throughput_is_of_all_iterations_since_the_last_line(release, monkeypatch):
     """The interval that Megatron's own timer has, which the line after the first iteration does not end."""
-    from wlb_megatron.plugin.logs import flops
-
     totals: list[tuple[float, float]] = []
     monkeypatch.setattr(flops, "get_args", lambda: argparse.Namespace(log_interval=3))
 
@@ -69,9 +67,8 @@ def test_throughput_is_of_all_iterations_since_the_last_line(release, monkeypatc
     assert [totals[at] for at in (0, 2, 5)] == [(10, 100), (20, 200), (50, 500)]
 
 
-def test_the_operations_of_the_last_iteration_are_told_where_the_log_has_taken_the_mean(counted, monkeypatch):
+def test_the_operations_of_the_last_iteration_are_told_where_the_log_has_taken_the_mean(count, monkeypatch):
     """Before 0.18, where Megatron's count reads the step that is noted."""
-    flops, count = counted
     args = argparse.Namespace(seq_length=WINDOW, log_interval=2)
     monkeypatch.setattr(flops, "training", argparse.Namespace(num_floating_point_operations=count))
     monkeypatch.setattr(flops, "get_args", lambda: args)
@@ -128,8 +125,5 @@ def test_a_run_logs_the_flops_of_the_mean_iteration(corpus, tmp_path):
 
 def test_megatrons_straggler_detector_gets_the_times_of_our_forwards():
     """--log-straggler: one detector a process, which Megatron configures and reports."""
-    from megatron.training import training
-
-    from wlb_megatron.plugin.step import forward_step
 
     assert forward_step.stimer is training.stimer

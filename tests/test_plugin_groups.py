@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import schedules
 
 from wlb_megatron.attention.device_layout import DeviceCache
 from wlb_megatron.attention.key_cache import KeyCache, cached_bytes
@@ -88,8 +90,6 @@ class Loop:
 
 @pytest.fixture
 def stages(monkeypatch):
-    from megatron.core import parallel_state
-
     def of(count: int) -> None:
         monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_world_size", lambda: count)
 
@@ -213,9 +213,6 @@ def test_groups_of_another_number_of_micro_batches_are_an_error(stages):
 def test_megatrons_interleaved_loop_runs_the_order_that_was_planned(stage, sizes, stages, monkeypatch):
     """As its loop asks: how many forwards run ahead, and the table. Before and after the step the answers are its
     own."""
-    from megatron.core import parallel_state
-    from megatron.core.pipeline_parallel import schedules
-
     stages(3)
     monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_rank", lambda: stage)
     group = SimpleNamespace(size=lambda: 3, rank=lambda: stage)
@@ -267,9 +264,8 @@ def test_groups_are_of_this_rank_or_of_all_that_meet_in_every_step():
     plan = IterationPlan(0, (), ((whole, head), (whole, tail), (whole, whole)), ())
 
     def of(rank: int, in_step: bool) -> tuple[int, ...]:
-        return planning.chunk_groups(
-            plan, planning.ShardSettings(rank, 1, 1, "hybrid", h100(), in_step=in_step)
-        )
+        settings = planning.ShardSettings(rank, 1, 1, "hybrid", h100(), in_step=in_step)
+        return planning.chunk_groups(plan, settings)
 
     assert [of(0, False), of(1, False), of(0, True), of(1, True)] == [(), (2, 1), (2, 1), (2, 1)]
 
@@ -286,8 +282,6 @@ def trainer_with(**settings: Any) -> Trainer:
 
 
 def test_settings_that_chunks_cannot_be_trained_with_are_told_with_a_cure(monkeypatch):
-    from megatron.core.pipeline_parallel import schedules
-
     assert trainer_with().chunks_refused() == []
     assert trainer_with(virtual_pipeline_model_parallel_size=2).chunks_refused() == []
     ((refused, cure),) = trainer_with(cpu_offloading_num_layers=2).chunks_refused()

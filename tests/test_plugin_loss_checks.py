@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core import rerun_state_machine as rerun
 
 from wlb_megatron.plugin.step import forward_step
 from wlb_megatron.plugin.step.losses import check_together, to_check, unchecked
@@ -79,8 +80,6 @@ def test_a_step_begins_anew_after_one_that_failed_and_a_loss_outside_is_checked_
 
 @pytest.mark.parametrize("mode", ["DISABLED", "VALIDATE_RESULTS", "REPORT_DETERMINISM_STATS"])
 def test_while_checks_are_off_megatrons_machine_counts_and_learns_nothing(mode, monkeypatch):
-    from megatron.core import rerun_state_machine as rerun
-
     machine = rerun.RerunStateMachine(mode=rerun.RerunMode[mode])
     monkeypatch.setattr(rerun, "_GLOBAL_RERUN_STATE_MACHINE", machine)
     machine.state = rerun.RerunState.INITIAL_RUN

@@ -136,9 +136,8 @@ def test_this_megatron_is_tried_and_a_copy_that_halves_an_output_is_refused(tmp_
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
     said = done.stdout.splitlines()[-1]
     # Halved, a deferred loss would be lost, which ends the check before it compares gradients.
-    assert (
-        "its sources are none of those tried" in said and "2 have begun their losses and 0 run them" in said
-    )
+    assert "its sources are none of those tried" in said
+    assert "2 have begun their losses and 0 run them" in said
 
 
 def test_the_digest_is_of_the_files_that_are_imported(monkeypatch, tmp_path):

@@ -57,17 +57,15 @@ def write_index(prefix: Path, lengths: list[int]) -> str:
 def corpora(folder: Path) -> Blend:
     generator = np.random.default_rng(5)
     kinds = ("short", 40), ("long", WINDOW)
-    return Blend(
-        [write_index(folder / name, generator.integers(1, most, 300).tolist()) for name, most in kinds]
-    )
+    lengths = [(name, generator.integers(1, most, 300).tolist()) for name, most in kinds]
+    return Blend([write_index(folder / name, each) for name, each in lengths])
 
 
 def planner_of(blend: Blend, *, endless: bool = True, **changed: Any) -> Planner:
     config = WlbConfig(quadratic_at=200.0, thresholds="100,150", chunks="off", **changed)
     stream = DocumentStream(blend.corpora(), Rules(window=WINDOW, seed=3, endless=endless))
-    return plan_job(
-        stream, PackingJob(config, CostModel(200.0, 0.0), window=WINDOW, micro_batches=4, dp=2, pp=2)
-    )
+    job = {"window": WINDOW, "micro_batches": 4, "dp": 2, "pp": 2}
+    return plan_job(stream, PackingJob(config, CostModel(200.0, 0.0), **job))
 
 
 def settings_of(blend: Blend) -> ShardSettings:
@@ -76,9 +74,7 @@ def settings_of(blend: Blend) -> ShardSettings:
 
 def without_times(planned: PlannedIteration) -> tuple[Any, ...]:
     """All of an iteration but how long planning took."""
-    untimed = tuple(
-        replace(micro_batch, plan_seconds=0.0, shard=None) for micro_batch in planned.micro_batches
-    )
+    untimed = tuple(replace(each, plan_seconds=0.0, shard=None) for each in planned.micro_batches)
     cuts = digest_of_cuts([micro_batch.shard for micro_batch in planned.micro_batches])
     return (replace(planned, micro_batches=untimed, state=dict, plan=None), cuts, planned.state())
 
@@ -90,9 +86,7 @@ def test_a_process_gives_the_threads_plans_states_and_figures_to_the_end_of_the_
     expected = list(plan_iterations(planners[0], settings_of(blend)))
     planned = list(plan_in_a_process(planners[1], settings_of(blend), keeps_plans=True))
     assert len(planned) > 10
-    assert [without_times(iteration) for iteration in planned] == [
-        without_times(iteration) for iteration in expected
-    ]
+    assert [*map(without_times, planned)] == [*map(without_times, expected)]
     assert [iteration.plan for iteration in planned] == [iteration.plan for iteration in expected]
 
 
@@ -268,12 +262,10 @@ def test_a_process_plans_large_iterations_of_packers_that_plan_alone(tmp_path):
 
 def took(plan: IterationPlan, shards: Sequence[ShardPlan]) -> float:
     """A step of two data-parallel ranks that wait for each other: the slower one's work."""
-    assert [shard.tokens for shard in shards] == [
-        row[1].tokens + row[1].tokens % 2 for row in plan.micro_batches
-    ]
-    return max(
-        sum(micro_batch.work for micro_batch in column) for column in zip(*plan.micro_batches, strict=True)
-    )
+    tokens = [row[1].tokens for row in plan.micro_batches]
+    assert [shard.tokens for shard in shards] == [each + each % 2 for each in tokens]
+    columns = zip(*plan.micro_batches, strict=True)
+    return max(sum(micro_batch.work for micro_batch in column) for column in columns)
 
 
 def predicting(blend: Blend) -> ShardSettings:

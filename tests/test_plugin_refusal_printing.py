@@ -115,6 +115,5 @@ def test_a_rank_that_alone_does_not_find_the_corpus_says_so(corpus, tmp_path):
     done = run_script(ONE_RANK_SEES_NO_FILES, arguments, tmp_path, 2)
     assert done.returncode == 1
     lines = [line for line in done.stderr.splitlines() if PREFIX in line]
-    assert len(lines) == 1 and lines[0].startswith(
-        f"{PREFIX} rank 1 on {HOST}: cannot read index /not/mounted"
-    )
+    said = f"{PREFIX} rank 1 on {HOST}: cannot read index /not/mounted"
+    assert len(lines) == 1 and lines[0].startswith(said)

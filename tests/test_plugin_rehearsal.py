@@ -136,11 +136,8 @@ def engine(monkeypatch):
     )
     quantization = ModuleType("transformer_engine.pytorch.quantization")
     quantization.__dict__["FP8GlobalStateManager"] = SimpleNamespace(quantization_state=state)
-    for name in (
-        "transformer_engine",
-        "transformer_engine.pytorch",
-        "transformer_engine.pytorch.cpp_extensions",
-    ):
+    for name in ("", ".pytorch", ".pytorch.cpp_extensions"):
+        name = f"transformer_engine{name}"
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     for module in (attention, quantization):
         monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -179,9 +176,8 @@ def test_fp8s_scales_and_histories_are_those_of_a_start_or_of_the_checkpoint(eng
             for direction in ("forward", "backward"):
                 name = "scaling_fwd" if direction == "forward" else "scaling_bwd"
                 state = module.fp8_meta.setdefault(name, RecipeState.fresh())
-                state.amax_history = (
-                    state.amax_history[:4].clone() if module is shortened else state.amax_history
-                )
+                if module is shortened:
+                    state.amax_history = state.amax_history[:4].clone()
                 joins(engine, state, direction)
         joins(engine, hidden, "forward")
         for key, scales in engine.global_scale_buffer.items():

@@ -89,9 +89,8 @@ def test_only_errors_of_writing_to_a_full_disk_name_it(tmp_path, monkeypatch):
     wrapped = RuntimeError("rank 3 failed")
     wrapped.__cause__ = OSError(errno.ENOSPC, "No space left on device")
     assert "No space left on device (" in str(name_full_disk(wrapped, str(tmp_path / "new")))
-    assert "Disk quota exceeded" in str(
-        name_full_disk(OSError(errno.EDQUOT, "Disk quota exceeded"), str(tmp_path))
-    )
+    exceeded = OSError(errno.EDQUOT, "Disk quota exceeded")
+    assert "Disk quota exceeded" in str(name_full_disk(exceeded, str(tmp_path)))
     assert name_full_disk(RuntimeError("file write failed"), str(tmp_path)) is None, "there is room"
     assert name_full_disk(RuntimeError("CUDA error"), str(tmp_path)) is None
 

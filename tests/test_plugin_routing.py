@@ -6,6 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.moe_utils import switch_load_balancing_loss_func
+from megatron.training import global_vars
 
 from wlb_megatron.packing.summary import PlanSummary
 from wlb_megatron.plan import Piece
@@ -80,9 +83,6 @@ def test_biases_count_no_padding_and_megatron_gets_no_mask_to_fail_on():
 
 def test_routers_losses_weigh_by_the_whole_micro_batch_before_0_19(monkeypatch):
     """TP=2 with CP=3: up to 0.18 a router multiplies its losses by its own sixth of the tokens alone."""
-    from megatron.core import parallel_state
-    from megatron.training import global_vars
-
     ranks = SimpleNamespace(size=lambda: 6)
     monkeypatch.setattr(parallel_state, "get_tensor_and_context_parallel_group", lambda: ranks)
     scales: list[float] = []
@@ -100,8 +100,6 @@ def test_the_strength_of_routers_losses_is_mended_where_megatron_does_not(versio
 
 
 def test_a_later_stage_gets_its_part_of_the_mask(monkeypatch):
-    from megatron.core import parallel_state
-
     monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_world_size", lambda: 2)
     monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: 1)
     mask = torch.tensor([[False, False, False, True]])
@@ -140,8 +138,6 @@ class Router:
 
 def test_a_documents_balance_is_megatrons_of_it_alone_and_weighs_by_its_tokens(monkeypatch):
     """On one rank, and as parts of two that hold tokens of all documents."""
-    from megatron.core.transformer.moe.moe_utils import switch_load_balancing_loss_func
-
     scores, routes, index = routed(torch.Generator().manual_seed(0))
     right = sum(
         length
@@ -184,9 +180,8 @@ def test_chunks_balance_as_their_document_whole_whether_their_layer_is_recompute
     )
 
     logits = torch.randn(14, 4, generator=torch.Generator().manual_seed(1)).requires_grad_()
-    document = torch.tensor(
-        [piece.document for row in IN_CHUNKS for piece in row for _ in range(piece.tokens)]
-    )
+    pieces = [piece for row in IN_CHUNKS for piece in row]
+    document = torch.tensor([piece.document for piece in pieces for _ in range(piece.tokens)])
     routes, scores = compute_routing_scores_for_aux_loss(logits, 2, "softmax")
     right = sum(
         length * switch_load_balancing_loss_func(scores[mine], routes[mine].sum(0), length, 2, 4, 1.0)

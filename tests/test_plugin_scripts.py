@@ -10,7 +10,8 @@ import pytest
 from megatron_runs import ROOT, cpu_environment, flags, free_port, logged_losses, run_script
 
 from wlb_megatron.patching import hunks
-from wlb_megatron.plugin import hand_over, take_over
+from wlb_megatron.plugin import hand_over, pretrain_gpt, take_over
+from wlb_megatron.plugin import launch as launcher
 from wlb_megatron.plugin.job_state import part
 from wlb_megatron.refusals import Refused
 
@@ -55,29 +56,26 @@ def patch_lines() -> str:
     return "\n".join(line[1:] for line in hunks(patch) if line.startswith("+"))
 
 
-def run(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+def in_a_fresh_process(command: list[str]) -> subprocess.CompletedProcess[str]:
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-    return subprocess.run(
-        [sys.executable, *command],
-        env={**cpu_environment(), **alone, "MASTER_PORT": str(free_port()), **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-    )
+    environment = {**cpu_environment(), **alone, "MASTER_PORT": str(free_port())}
+    how = {"capture_output": True, "text": True, "check": False, "cwd": ROOT}
+    return subprocess.run([sys.executable, *command], env=environment, **how)
 
 
 @pytest.mark.megatron
-@pytest.mark.parametrize("start", ["-m wlb_megatron.launch wrapper.py", "patched.py"])
+@pytest.mark.parametrize("start", ["by the launcher", "patched"])
 def test_a_wrapped_script_of_ones_own_trains_with_its_flags(start, corpus, tmp_path):
+    """A patched one runs where Megatron was imported before, so a forked rank serves; the launcher comes first."""
     patched = PATCHED.replace("PATCH", patch_lines())
-    for name, text in (("users_script", USERS_SCRIPT), ("wrapper", WRAPPER), ("patched", patched)):
+    for name, text in (("users_script", USERS_SCRIPT), ("wrapper", WRAPPER)):
         (tmp_path / f"{name}.py").write_text(text)
-    *entry_words, script = start.split()
-    job = (
-        f"--team us --wlb-replace-script-functions --data-path {corpus} --global-batch-size 2 --train-iters 2"
-    )
-    done = run([*entry_words, str(tmp_path / script), *flags(job)])
+    job = flags(f"--team us --data-path {corpus} --global-batch-size 2 --train-iters 2")
+    job += ["--wlb-replace-script-functions"]
+    if start == "patched":
+        done = run_script(patched, job, tmp_path)
+    else:
+        done = in_a_fresh_process(["-m", "wlb_megatron.launch", str(tmp_path / "wrapper.py"), *job])
     assert done.returncode == 0, done.stderr[-3000:]
     assert "trained by us" in done.stdout
     assert "[wlb] iteration 2" in done.stdout
@@ -260,8 +258,6 @@ def test_before_the_flags_are_read_pretrain_gets_what_decides_later(monkeypatch)
 
 
 def test_the_launcher_told_to_help_says_its_usage_and_succeeds(monkeypatch, capsys):
-    from wlb_megatron.plugin import launch as launcher
-
     monkeypatch.setattr("sys.argv", ["launch", "--help"])
     launcher.main()
     printed = capsys.readouterr().out
@@ -275,8 +271,6 @@ def test_the_launcher_told_to_help_says_its_usage_and_succeeds(monkeypatch, caps
 def test_the_entry_on_a_wheel_told_to_help_says_the_plugins_flags_whatever_megatron_can_print(
     asked, monkeypatch, capsys
 ):
-    from wlb_megatron.plugin import pretrain_gpt
-
     monkeypatch.setattr("sys.argv", ["pretrain_gpt", *asked])
     pretrain_gpt.main()
     assert "--wlb-packing" in capsys.readouterr().out

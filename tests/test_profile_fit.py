@@ -45,19 +45,18 @@ def truth(way: str, *, executor: bool = True) -> Any:
     def part(rows: Any) -> Any:
         return tuple(tuple(ns * share for ns in row) for row in rows)
 
+    rows = {
+        name: getattr(OVERHEADS, name)
+        for name in ("call", "segment", "second_call", "moved_query", "moved_key")
+    }
+    rows |= {"query_row": OVERHEADS.query, "key_row": OVERHEADS.key}
     return replace(
         table,
         rectangle=part(table.rectangle),
         bottom_right=part(table.bottom_right),
         diagonal=tuple(ns * share for ns in table.diagonal),
-        call=OVERHEADS.call * executor,
-        segment=OVERHEADS.segment * executor,
-        query_row=OVERHEADS.query * executor,
-        key_row=OVERHEADS.key * executor,
-        second_call=OVERHEADS.second_call * executor,
-        moved_query=OVERHEADS.moved_query * executor,
-        moved_key=OVERHEADS.moved_key * executor,
         tile_key=0.0,
+        **{name: ns * executor for name, ns in rows.items()},
     )
 
 
@@ -125,9 +124,7 @@ def test_a_fit_finds_the_costs_that_the_times_were_made_of(costs):
     for name, link in costs.links.items():
         # 200 bytes of a buffer pass in 1 ns; of a collective's, half are there already.
         rate = 200 if name == "p2p" else 100
-        assert link.latency == pytest.approx(20_000, rel=0.01) and link.per_byte == pytest.approx(
-            1 / rate, rel=0.01
-        )
+        assert (link.latency, link.per_byte) == pytest.approx((20_000, 1 / rate), rel=0.01)
 
 
 def test_a_host_that_waits_for_routes_launches_as_fast_as_with_few_tokens(samples):
@@ -156,9 +153,8 @@ def test_bottom_right_calls_have_the_times_that_were_measured_of_them(samples, b
         pairs = {
             way: truth(way, executor=False).rectangle_ns(*map(np.array, (queries, keys))) for way in SHARES
         }
-        beside = OVERHEADS.call + copies * (
-            OVERHEADS.segment + OVERHEADS.query * queries + OVERHEADS.key * keys
-        )
+        rows = OVERHEADS.segment + OVERHEADS.query * queries + OVERHEADS.key * keys
+        beside = OVERHEADS.call + copies * rows
         return sample | {way: [round(float(ns) * copies * share + beside)] * 3 for way, ns in pairs.items()}
 
     table = fit(MODEL, [lighter(one) for one in samples], Device("a GPU", backend=backend)).table

@@ -75,21 +75,16 @@ def test_a_hybrid_models_layers_hold_their_parts_of_a_whole_layer():
     keys = 2 * 2 * 2 * 2  # with those of the other rank
     (chunk,) = stage_memory(TINY, layout, 1, ["*--*"], depths="*-").chunks
     assert [layer.kept for layer in chunk.unlike] == [attention + keys, mlp, mlp, attention + keys]
-    assert chunk.more() == [
-        0,
-        attention + keys - 8,
-        *(attention + keys + n * mlp - 8 - 8 * n for n in (1, 2)),
-        (2 * (attention + keys) + 2 * mlp - 4 * 8),
-    ]
+    first = attention + keys - 8
+    assert chunk.more() == [0, first, *(first + n * (mlp - 8) for n in (1, 2)), 2 * first + 2 * (mlp - 8)]
     assert (chunk.layers, chunk.keyed, chunk.floor) == (4, 3, 6 * INPUT)
     assert chunk.switched == attention + keys + mlp - 2 * INPUT, "of multi-token prediction"
     assert chunk.remade == mlp == attention + keys, "the largest layer"
     # Attention has 2 x 4 x 2 x (2 + 1) = 48 weights, an MLP 3 x 4 x 8 = 96: 288 are the work of two whole layers.
     assert [layer.linear for layer in chunk.unlike] == [333, 666, 666, 333]
     assert chunk.saved() == [(0, 0), (333, 1000), (999, 1000), (1665, 1000), (1998, 2000)]
-    (block,) = stage_memory(
-        TINY, replace(layout, recompute_block=True, recompute_layers=3), 0, ["*--*"]
-    ).chunks
+    blocks = replace(layout, recompute_block=True, recompute_layers=3)
+    (block,) = stage_memory(TINY, blocks, 0, ["*--*"]).chunks
     assert block.floor == 3 * INPUT + attention + keys and block.more()[1] == mlp - INPUT
     whole, parts = replace(TINY, layers=2), replace(TINY, layers="**--")
     for experts in (None, Experts(8, 6, shared=3)):
@@ -115,9 +110,8 @@ def test_gated_delta_nets_hold_more_at_work_and_no_keys():
     assert [layer.linear for layer in chunk.unlike] == [1000 * w // 432 for w in (144, 96, 48, 144)]
     whole, parts = replace(shape, layers="NNT"), replace(shape, layers="G-*-G-")
     assert weight_bytes(whole, FULL, 1) == weight_bytes(parts, FULL, 1)
-    assert (
-        weight_bytes(whole, FULL, 1) - weight_bytes(replace(TINY, layers=3), FULL, 1) == 2 * (112 - 48) * 18
-    )
+    dense = weight_bytes(replace(TINY, layers=3), FULL, 1)
+    assert weight_bytes(whole, FULL, 1) - dense == 2 * (112 - 48) * 18
     assert layer_bytes(whole, FULL, symbol="N") == net + mlp
 
 
@@ -257,9 +251,8 @@ def test_measurements_raise_the_estimate_at_once_and_lower_it_slowly():
     from wlb_megatron.plugin.step.recomputation import LEAST_SCALE, StepMemory, corrected
 
     def after(scale: int, planned: int, measured: int, **how: object) -> int:
-        return corrected(
-            scale, StepMemory(available=100, planned_peak=planned, measured_peak=measured), **how
-        )
+        memory = StepMemory(available=100, planned_peak=planned, measured_peak=measured)
+        return corrected(scale, memory, **how)
 
     assert after(1000, 50, 60) == 1200
     assert after(1200, 50, 40) == 1200 - (1200 - 960) // 8

@@ -35,17 +35,9 @@ def chunk_of(draw: random.Random, most_layers: int) -> ModelChunk:
         for _ in range(layers)
     ]
     return ModelChunk(
-        *(),
-        layers=layers,
-        recomputed=recomputed,
-        kept=kept,
-        input=each,
-        floor=floor,
-        switched=switched,
-        forward=draw.randint(0, kept),
-        working=draw.randint(0, 2 * kept),
-        remade=draw.choice((0, kept)),
-        keyed=layers + layers % 2,
+        **{"layers": layers, "recomputed": recomputed, "kept": kept, "input": each, "floor": floor},
+        **{"switched": switched, "forward": draw.randint(0, kept), "working": draw.randint(0, 2 * kept)},
+        **{"remade": draw.choice((0, kept)), "keyed": layers + layers % 2},
         unlike=draw.choice(((), tuple(unlike))),
     )
 
@@ -70,17 +62,8 @@ def case_of(seed: int, most: int, most_layers: int) -> Case:
     for _ in range(count):
         tokens = draw.randint(0, 40)
         shared = draw.randint(0, tokens) if groups else 0
-        loads.append(
-            Load(
-                *(
-                    tokens,
-                    draw.randint(0, 1000) if tokens else 0,
-                    shared,
-                    draw.randint(0, 60) if shared else 0,
-                ),
-                linear=draw.randint(0, tokens),
-            )
-        )
+        work, earlier = draw.randint(0, 1000) if tokens else 0, draw.randint(0, 60) if shared else 0
+        loads.append(Load(tokens, work, shared, earlier, linear=draw.randint(0, tokens)))
     memory = StageMemory(
         chunks=tuple(chunk_of(draw, most_layers) for _ in range(chunks)),
         ends=draw.randint(0, 30),

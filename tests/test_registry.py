@@ -73,9 +73,8 @@ def test_a_backend_is_one_entry(monkeypatch):
     )
     assert kernel_choice.describe("cudnn", "why") == "cuDNN's kernels, not Mine's: why"
     assert kernel_choice.kernels("mine", True) == 1
-    with pytest.raises(
-        WlbError, match="--wlb-kernels mine cannot be used: heads of 65 channels are odd; use"
-    ):
+    refused = "--wlb-kernels mine cannot be used: heads of 65 channels are odd; use"
+    with pytest.raises(WlbError, match=refused):
         kernel_choice.chosen("mine", odd)
 
 

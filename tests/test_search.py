@@ -62,9 +62,8 @@ def test_a_layout_search_keeps_the_gpus_and_divides_the_model(lengths, capsys):
 
 def test_recomputation_is_shown_from_all_to_none(lengths, capsys):
     for gib in (80, 12):
-        shown = searched(capsys, lengths, f"--search none --gpu-memory {gib} --micro-batch-cost 0")[
-            "recomputation"
-        ]
+        job = f"--search none --gpu-memory {gib} --micro-batch-cost 0"
+        shown = searched(capsys, lengths, job)["recomputation"]
         for kinds in shown.values():
             order = [kinds[name] for name in ("full", "static", "planned", "none") if kinds[name] is not None]
             assert len(order) >= 3 and order == sorted(order), (gib, kinds)
@@ -80,9 +79,7 @@ def test_a_job_that_is_best_as_it_is_says_so(lengths, capsys, tmp_path):
     assert "is faster than the job as given" in out
 
 
-def test_settings_that_are_better_are_among_the_searchs(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_settings_that_are_better_are_among_the_searchs(capsys, tmp_path):
     """Windows of equal work are faster here than micro-batches of any length."""
     np.save(tmp_path / "long.npy", np.random.default_rng(1).integers(3000, 8192, 600))
     job = (

@@ -410,9 +410,8 @@ def test_200_random_files_with_faults_are_either_refused_by_line_or_trained(toke
         rows = [any_line(generator, good, bad) for _ in range(generator.randint(1, 8))]
         jsonl = tmp_path / f"{number}.jsonl"
         end = generator.choice([b"\n", b"\r\n"])
-        jsonl.write_bytes(
-            generator.choice([b"", b"\xef\xbb\xbf"]) + end.join(rows) + end * generator.randint(0, 2)
-        )
+        mark, last = generator.choice([b"", b"\xef\xbb\xbf"]), end * generator.randint(0, 2)
+        jsonl.write_bytes(mark + end.join(rows) + last)
         documents = [trained(row) for row in rows]
         wrong = [at for at, made in enumerate(documents, 1) if made is None]
         shards = {"processes": 1, "shard_bytes": generator.choice([50, 300, 1 << 20])}

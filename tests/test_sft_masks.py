@@ -69,9 +69,8 @@ def test_a_truncated_document_keeps_the_window_with_the_most_targets(tmp_path_fa
     path = written(tmp_path_factory.mktemp("c"), rows)
     corpus = MaskedCorpus(path, Kept(window, "truncate"))
     for document, mask in enumerate(rows):
-        windows = [
-            sum(mask[start + 1 : start + window + 1]) for start in range(max(1, len(mask) - window + 1))
-        ]
+        starts = range(max(1, len(mask) - window + 1))
+        windows = [sum(mask[start + 1 : start + window + 1]) for start in starts]
         assert corpus.counts[document] == max(windows)
         length = int(corpus.index.lengths[document])
         if not max(windows):
@@ -79,9 +78,8 @@ def test_a_truncated_document_keeps_the_window_with_the_most_targets(tmp_path_fa
             continue
         begin = windows.index(max(windows))
         assert length == len(mask) - begin
-        assert corpus.read(document, 0, length).tolist() == [
-            100 * document + at for at in range(begin, len(mask))
-        ]
+        kept = [100 * document + at for at in range(begin, len(mask))]
+        assert corpus.read(document, 0, length).tolist() == kept
         assert corpus.targets(document, 0, length).tolist() == [0, *mask[begin + 1 :]]
         copy = pickle.loads(pickle.dumps(corpus))
         assert copy.read(document, 0, length).tolist() == corpus.read(document, 0, length).tolist()

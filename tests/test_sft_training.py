@@ -27,6 +27,7 @@ from megatron_runs import (
     without_plugin,
 )
 from sft_data import build_tokenizer, conversation, megatron_tokenizer, write_jsonl
+from test_sft_data import documents_of, made_of
 
 from scripts.environment import ROOT, cpu_environment
 
@@ -247,9 +248,8 @@ def test_evaluation_and_the_log_count_targets(tokenizer, conversations, oracle, 
     """Two ranks evaluate a file of its own: the loss is the oracle's mean over all its targets."""
     held_out = jsonl_of(TURNS[3:9], tmp_path / "held.jsonl")
     log, out = tmp_path / "log.jsonl", tmp_path / "ours"
-    job = (
-        sft(tokenizer, conversations).replace("--data-path", "--train-data-path").replace("--split 1,0,0", "")
-    )
+    job = sft(tokenizer, conversations).replace("--split 1,0,0", "")
+    job = job.replace("--data-path", "--train-data-path")
     evaluated = (
         f"--valid-data-path {held_out} --eval-iters 1 --eval-interval 1 --full-validation --lr 0 --min-lr 0"
     )
@@ -283,16 +283,12 @@ def test_targets_are_those_of_megatrons_dataset_with_one_conversation_a_line(
     lines = conversations.read_text().splitlines()
     dataset.dataset, dataset.indices = [json.loads(line)["messages"] for line in lines], np.arange(len(TURNS))
     dataset.config, dataset.num_samples = config, len(TURNS)
-    job = sft(tokenizer, conversations)
-    train(flags(job, RUN, f"--data-cache-path {tmp_path}"), 1, tmp_path / "o")
-    mask, lengths = mask_of(conversations, tmp_path)
-    begin = 0
-    for line, length in enumerate(lengths):
-        item = dataset[line]
-        trained = item["loss_mask"][: length - 1].numpy().astype(int).tolist()
-        assert trained == mask[begin + 1 : begin + length].tolist()
-        assert not item["loss_mask"][length - 1 :].any()
-        begin += length
+    documents = documents_of(made_of(conversations, tokenizer, tmp_path))
+    for line, (_, mask) in enumerate(documents):
+        loss_mask = dataset[line]["loss_mask"]
+        assert loss_mask[: len(mask) - 1].int().tolist() == mask[1:]
+        assert not loss_mask[len(mask) - 1 :].any()
+    assert len(documents) == len(TURNS)
 
 
 def test_a_conversation_does_not_feel_the_others(tokenizer, tmp_path):

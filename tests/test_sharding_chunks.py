@@ -190,9 +190,8 @@ def test_the_work_of_a_late_chunk_counts_its_prefix_where_ranks_are_levelled():
     times = predict(plan, h100())
     assert times.max() < 1.1 * times.mean()
     alone = shard_plans([[Piece(0, d, 0, 4096) for d in range(8)]], 4, "hybrid")[1][0]
-    unaware = replace(
-        plan, ranks=tuple(_seen_from(rows, plan.prefixes) for rows in alone.ranks), one_call=False
-    )
+    ranks = tuple(_seen_from(rows, plan.prefixes) for rows in alone.ranks)
+    unaware = replace(plan, ranks=ranks, one_call=False)
     validate(unaware)
     assert times.max() < 0.8 * predict(unaware, h100()).max()
 

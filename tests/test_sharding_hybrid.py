@@ -71,9 +71,8 @@ def test_paper_like_micro_batches_come_near_the_bound_and_beat_both_fixed_ways(c
         lengths = paper_like(seed)
         got += predict(mix(lengths, cp, table), table).max()
         bound += table.diagonal_ns(lengths).sum() / cp + table.call
-        fixed += min(
-            predict(shard(lengths, cp, kind), table).max() for kind in ("per-sequence", "per-document")
-        )
+        kinds = ("per-sequence", "per-document")
+        fixed += min(predict(shard(lengths, cp, kind), table).max() for kind in kinds)
     assert bound < got < near * bound
     assert got < ahead * fixed
 

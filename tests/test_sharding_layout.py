@@ -56,9 +56,8 @@ def check(plan):
             assert layout.positions[row] == packed - start
             runs = sorted(seen[row])
             assert runs[0][0] == start and runs[-1][1] == packed
-            assert all(left[1] + 1 == right[0] for left, right in pairwise(runs)), (
-                "a key is missed or seen twice"
-            )
+            touching = all(left[1] + 1 == right[0] for left, right in pairwise(runs))
+            assert touching, "a key is missed or seen twice"
 
 
 @pytest.mark.parametrize("kind", SHARDINGS)

@@ -22,22 +22,17 @@ RESULTS = Path(__file__).parents[1] / "docs" / "results" / "1x_h200"
 
 SMALL = Model(layers=8, hidden=1024, heads=8, kv_heads=2, ffn=2048, vocab=1000)
 FREE = Assumptions(
-    host_launch=0,
-    nvlink_rate=1e30,
-    network_rate=1e30,
-    nvlink_latency=0,
-    network_latency=0,
-    memory_rate=1e30,
-    optimizer_bytes=0,
-    expert_rows=0,
+    **dict.fromkeys(("nvlink_rate", "network_rate", "memory_rate"), 1e30),
+    **dict.fromkeys(
+        ("host_launch", "nvlink_latency", "network_latency", "optimizer_bytes", "expert_rows"), 0
+    ),
 )
 """Nothing but matrix products and attention takes time."""
 
 
 def _model(assumptions: Assumptions = FREE, **layout: int) -> LayerModel:
-    return LayerModel(
-        shape=SMALL, layout=Layout(distributed_optimizer=True, **layout), assumptions=assumptions
-    )
+    made = Layout(distributed_optimizer=True, **layout)
+    return LayerModel(shape=SMALL, layout=made, assumptions=assumptions)
 
 
 def test_parameters_of_a_known_model():
@@ -236,9 +231,8 @@ def test_iterations_of_different_numbers_of_micro_batches_are_as_each_alone_and_
     assert together.busy.tolist() == [one.busy[0].tolist() for one in alone]
     assert [times.shape for times in together.micro_batches] == [(count, 2) for count in counts]
     assert together.micro_batch_count == pytest.approx(np.mean(counts))
-    assert together.step_over_ideal == pytest.approx(
-        np.mean([one.steps[0] / one.busy.mean() for one in alone])
-    )
+    over_ideal = np.mean([one.steps[0] / one.busy.mean() for one in alone])
+    assert together.step_over_ideal == pytest.approx(over_ideal)
 
 
 def test_documents_in_chunks_are_simulated_in_their_groups_order_on_each_rank():

@@ -55,9 +55,8 @@ def test_a_layer_takes_what_the_profile_measured(profile):
 
 def test_attention_goes_each_way_by_its_own_table(profile):
     plans = [shard([40000, 300, 25236], 2, kind) for kind in ("per-sequence", "per-document")]
-    for times, way in zip(
-        modelled(profile, context=2).attention(plans), ("forward", "backward"), strict=True
-    ):
+    attention = modelled(profile, context=2).attention(plans)
+    for times, way in zip(attention, ("forward", "backward"), strict=True):
         expected = predict_all(plans, replace(truth(way), exchange=0.0, exchange_row=0.0))
         assert times == pytest.approx(expected, rel=0.06)
 

@@ -239,9 +239,8 @@ def test_fsdp_gets_the_connections_that_it_asks_for(checkpoints, tmp_path):
 def test_a_job_signalled_three_times_before_it_has_saved_is_not_queued_again(checkpoints, tmp_path):
     asked, queued = tmp_path / "scontrol", []
     for start, saved in enumerate(["", "", "700", "", "", ""]):
-        code, log, _ = run_with_stubs(
-            SCRIPT, tmp_path, 0, saved, signal="USR1", SLURM_RESTART_COUNT=str(start)
-        )
+        restarts = {"signal": "USR1", "SLURM_RESTART_COUNT": str(start)}
+        code, log, _ = run_with_stubs(SCRIPT, tmp_path, 0, saved, **restarts)
         assert "signalled: the trainers save and exit" in log
         queued.append(asked.exists())
         asked.unlink(missing_ok=True)

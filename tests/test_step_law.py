@@ -1,5 +1,6 @@
 """The predicted step: 1F1B events over work units, and how many micro-batches it asks for."""
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,8 +21,6 @@ def test_a_step_is_that_of_1f1b_events_by_brute_force(works, stages):
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 4), st.integers(2, 4), st.integers(2, 3), st.data())
 def test_an_interleaved_step_is_the_simulators(groups, stages, chunks, data):
-    import numpy as np
-
     count = groups * stages
     works = data.draw(st.lists(st.integers(0, 1000), min_size=count, max_size=count))
     grid = np.broadcast_to(np.array(works, dtype=float) / (3 * chunks), (1, stages, chunks, count))

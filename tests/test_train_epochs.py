@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packing_oracle import trained
 
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.corpus import Corpus, Rules
@@ -27,13 +28,8 @@ def planner_of(
         corpora.append(Corpus(f"c{number}", each, first, float(sum(each))))
         first += len(each)
     stream = DocumentStream(corpora, rules)
-    options = {
-        "window": WINDOW,
-        "micro_batches": windows,
-        "pp": pp,
-        "sample": [9, 14, 30],
-        "longest": stream.longest,
-    }
+    options = {"window": WINDOW, "micro_batches": windows, "pp": pp, "longest": stream.longest}
+    options["sample"] = [9, 14, 30]
     planner = plan_job(stream, PackingJob(config, COST, **options))
     steps, _ = steps_of(corpora, rules, planner.global_tokens)
     planner.until = steps * windows
@@ -59,17 +55,16 @@ def test_each_document_trains_once_an_epoch_and_then_nothing_is_left(lengths, na
     rules = Rules(WINDOW, seed=3, endless=True, epochs=epochs)
     planner = planner_of(lengths, CONFIGS[name], rules, windows, pp=2)
     assert planner.until is not None
-    trained: Counter[tuple[int, int]] = Counter()
+    tokens: Counter[tuple[int, int]] = Counter()
     for _ in range(planner.until // windows):
         plan = planner.next_iteration()
         assert plan is not None
-        pieces = [piece for row in plan.micro_batches for each in row for piece in each.pieces]
-        assert pieces
-        for piece in pieces:
-            trained[piece.epoch, piece.document] += piece.tokens
+        assert trained(plan)
+        for piece in trained(plan):
+            tokens[piece.epoch, piece.document] += piece.tokens
     assert planner.next_iteration() is None
     flat = [length for each in lengths for length in each]
-    assert trained == {(epoch, at): length for epoch in range(epochs) for at, length in enumerate(flat)}
+    assert tokens == {(epoch, at): length for epoch in range(epochs) for at, length in enumerate(flat)}
 
 
 @pytest.mark.parametrize("name", sorted(CONFIGS))
@@ -81,9 +76,7 @@ def test_a_resumed_run_trains_what_is_left_and_one_that_had_ended_goes_on_for_mo
 
     def rest(of: Planner) -> list[list[tuple[int, ...]]]:
         plans = iter(of.next_iteration, None)
-        return [
-            [tuple(p) for row in plan.micro_batches for each in row for p in each.pieces] for plan in plans
-        ]
+        return [[tuple(piece) for piece in trained(plan)] for plan in plans]
 
     whole = rest(planner(2))
     begun, resumed = planner(2), planner(2)

@@ -5,17 +5,19 @@ from pathlib import Path
 
 import numpy as np
 
+from wlb_megatron.workload.profile import read_profile
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results" / "2x_h200"
 
 
 def test_no_measured_run_is_predicted_more_than_a_twelfth_off():
     from scripts.bench.simulator.validate_compare import predicted
-    from wlb_megatron.workload.profile import read_profile
 
     with (RESULTS / "validation_iterations.csv").open(encoding="utf-8") as lines:
         measured = list(csv.DictReader(lines))
-    rows = [r for r in predicted(RESULTS, read_profile(RESULTS / "profile_2048.json")) if not r["hitch"]]
+    profile = read_profile(RESULTS / "profile_2048.json")
+    rows = [row for row in predicted(RESULTS, profile) if not row["hitch"]]
     assert len(rows) == 161
     errors = []
     for run in dict.fromkeys(row["run"] for row in rows):

@@ -31,9 +31,8 @@ def test_a_job_trains_as_in_fresh_processes_whatever_ran_in_them_before(ranks, c
     ):
         log = tmp_path / f"{name}.log"
         job = training(corpus, **parallel) + more
-        assert ranks.run("train", job, log, 120, (tmp_path / f"{name}.spans", 2)) == 0, log.read_text()[
-            -2000:
-        ]
+        spans = (tmp_path / f"{name}.spans", 2)
+        assert ranks.run("train", job, log, 120, spans) == 0, log.read_text()[-2000:]
         losses.append(logged_losses(log.read_text()))
     first, between, again = losses
     assert len(first) == 2 and len(between) == len(again) == 3 and again[:2] == first

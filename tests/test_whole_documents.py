@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from wlb_megatron.cli import main
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.corpus import Rules
 from wlb_megatron.documents.lengths import Bound, longest_whole
@@ -34,9 +35,8 @@ def test_where_no_more_than_the_window_can_train_whole_documents_are_split_at_it
 
 def plans(lengths: list[int], micro_batches: int, **how: Any) -> list[dict[str, Any]]:
     config = WlbConfig(**{"overlong": "chunk", "quadratic_at": 80.0, "micro_batch_cost": 2.0} | how)
-    shown = inspect_plans(
-        np.array(lengths), config, window=64, micro_batches=micro_batches, pp=2, iterations=None
-    )
+    job = {"window": 64, "micro_batches": micro_batches, "pp": 2, "iterations": None}
+    shown = inspect_plans(np.array(lengths), config, **job)
     return shown["iterations"]
 
 
@@ -93,25 +93,19 @@ def test_it_is_refused_where_there_are_no_chunks(flags, message):
 
 
 def test_analyze_tells_of_documents_above_the_window_whole_and_split(tmp_path):
-    from wlb_megatron.cli import main
-
     layout = "--lengths 900,5000,20,3000,700,60,64 --window 1024 --micro-batches 4 --pp 2 --iterations 4 --warm-up 1"
     for overlong in ("chunk", "split"):
         path = tmp_path / f"{overlong}.json"
-        assert (
-            main(["analyze", *layout.split(), "--overlong", overlong, "--no-split", "--json", str(path)]) == 0
-        )
-    whole, split = (json.loads((tmp_path / f"{how}.json").read_text()) for how in ("chunk", "split"))
+        job = f"analyze {layout} --overlong {overlong} --no-split --json {path}"
+        assert main(job.split()) == 0
+    shown = [json.loads((tmp_path / f"{how}.json").read_text()) for how in ("chunk", "split")]
+    whole, split = (each["results"]["after"] for each in shown)
     # A document of 4,096 tokens needs an iteration's tokens at once, in more micro-batches than there are windows.
-    assert (
-        whole["results"]["after"]["micro_batches"]["max"] > split["results"]["after"]["micro_batches"]["max"]
-    )
-    assert whole["results"]["after"]["token_delay"]["max"] == 0
+    assert whole["micro_batches"]["max"] > split["micro_batches"]["max"]
+    assert whole["token_delay"]["max"] == 0
 
 
 def test_inspects_table_tells_how_many_earlier_tokens_a_chunk_attends_to(capsys):
-    from wlb_megatron.cli import main
-
     flags = "--lengths 60,9 --window 64 --pp 2 --chunks on --quadratic-at 8 --micro-batch-cost 2"
     assert main(["inspect", *flags.split()]) == 0
     starts = re.findall(r"0\[(\d+), \d+\)(?:\+(\d+))?", capsys.readouterr().out)

@@ -105,9 +105,8 @@ def test_weights_that_do_not_fit_alone_are_told_with_the_figure_and_a_cure_that_
     needed = weight_bytes(SEVEN_B, alone, 0)
     assert weights_problem(SEVEN_B, alone, needed, margin=0) is None
     problem = weights_problem(SEVEN_B, alone, needed - 1, margin=0) or ""
-    assert (
-        f"alone need {needed / GIB:.1f} GiB a GPU" in problem and "use --use-distributed-optimizer" in problem
-    )
+    assert f"alone need {needed / GIB:.1f} GiB a GPU" in problem
+    assert "use --use-distributed-optimizer" in problem
     problem = weights_problem(SEVEN_B, spread, weight_bytes(SEVEN_B, spread, 0) - 1, margin=0) or ""
     assert "use --use-distributed" not in problem and "add data-parallel ranks" in problem
     # Weights and gradients, 6 bytes a parameter of these 18, stay on every rank.
@@ -197,43 +196,37 @@ def test_lmax_is_at_most_four_windows():
 def test_lmax_below_a_window_and_a_quarter_is_refused_with_what_it_would_need():
     room = memory_needed(SMALL, Layout(), 80)
     assert fit_max_tokens(SMALL, Layout(), room, margin=0, window=64, alignment=8) == 80
-    with pytest.raises(
-        WlbError, match=r"1\.25 windows \(80 tokens\) needs .* GiB a GPU.*--recompute"
-    ) as error:
+    needed = r"1\.25 windows \(80 tokens\) needs .* GiB a GPU.*--recompute"
+    with pytest.raises(WlbError, match=needed) as error:
         fit_max_tokens(SMALL, Layout(), room - 1, margin=0, window=64, alignment=8)
     assert "\n" not in str(error.value)
     with pytest.raises(WlbError, match=r"163840 tokens\) needs \d+\.\d GiB.*but 72\.0 GiB.*margin of 10%"):
         fit_max_tokens(SEVEN_B, Layout(tensor=2), H100, window=131072, alignment=1)
 
 
-layouts = st.builds(
-    Layout,
-    tensor=st.sampled_from([1, 2, 4, 8]),
-    context=st.sampled_from([1, 2, 3, 8]),
-    pipeline=st.sampled_from([1, 2, 4]),
-    data=st.sampled_from([1, 8]),
-    virtual=st.sampled_from([1, 2]),
-    micro_batches=st.integers(1, 16),
-    sequence=st.booleans(),
-    distributed_optimizer=st.booleans(),
-    recompute=st.sampled_from(["none", "selective", "full"]),
-    recompute_layers=st.integers(1, 4),
-    recompute_block=st.booleans(),
-    keep_keys=st.booleans(),
-)
-shapes = st.builds(
-    Model,
-    hidden=st.sampled_from([64, 1024, 4096]),
-    ffn=st.sampled_from([64, 3000, 16384]),
-    layers=st.integers(2, 40),
-    heads=st.sampled_from([8, 32]),
-    kv_heads=st.sampled_from([1, 8]),
-    head_dim=st.sampled_from([64, 128]),
-    vocab=st.sampled_from([1000, 128000]),
-    gated=st.booleans(),
-    tied=st.booleans(),
-    dropout=st.booleans(),
-    dtype_bytes=st.sampled_from([2, 4]),
+LAYOUTS = {
+    **{
+        "tensor": [1, 2, 4, 8],
+        "context": [1, 2, 3, 8],
+        "pipeline": [1, 2, 4],
+        "data": [1, 8],
+        "virtual": [1, 2],
+    },
+    **{
+        "micro_batches": range(1, 17),
+        "recompute": ["none", "selective", "full"],
+        "recompute_layers": range(1, 5),
+    },
+    **dict.fromkeys(("sequence", "distributed_optimizer", "recompute_block", "keep_keys"), (False, True)),
+}
+MODELS = {
+    **{"hidden": [64, 1024, 4096], "ffn": [64, 3000, 16384], "layers": range(2, 41), "heads": [8, 32]},
+    **{"kv_heads": [1, 8], "head_dim": [64, 128], "vocab": [1000, 128000], "dtype_bytes": [2, 4]},
+    **dict.fromkeys(("gated", "tied", "dropout"), (False, True)),
+}
+layouts, shapes = (
+    st.builds(kind, **{name: st.sampled_from(values) for name, values in choices.items()})
+    for kind, choices in ((Layout, LAYOUTS), (Model, MODELS))
 )
 many = settings(deadline=None, max_examples=300)
 
@@ -336,23 +329,11 @@ def test_kept_activations_of_a_7b_gpt_agree_with_megatrons_formula_within_three_
     # Where the formulas overlap: plain heads and FFN, sequence parallelism, no context parallelism, no attention
     # scores kept. Megatron's is of the first stage and, without a pipeline, of the logits in fp32.
     shape = dataclasses.replace(GPT_7B, layers=32 // pipeline)
-    layout = Layout(
-        tensor=tensor,
-        pipeline=pipeline,
-        virtual=virtual,
-        micro_batches=micro_batches,
-        sequence=True,
-        recompute="selective",
-    )
-    tokens = 8192
+    split = {"tensor": tensor, "pipeline": pipeline, "virtual": virtual, "micro_batches": micro_batches}
+    layout, tokens = Layout(**split, sequence=True, recompute="selective"), 8192
     args = SimpleNamespace(
-        seq_length=tokens,
-        micro_batch_size=1,
-        hidden_size=4096,
-        ffn_hidden_size=16384,
-        num_layers=32,
-        padded_vocab_size=50304,
-        tensor_model_parallel_size=tensor,
+        **{"seq_length": tokens, "micro_batch_size": 1, "hidden_size": 4096, "ffn_hidden_size": 16384},
+        **{"num_layers": 32, "padded_vocab_size": 50304, "tensor_model_parallel_size": tensor},
         pipeline_model_parallel_size=pipeline,
         virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
     )
