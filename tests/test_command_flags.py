@@ -119,7 +119,11 @@ def test_the_table_holds_every_flag_of_analyze():
     assert flags_of(add_layout, add_settings, add_analyze) == set(ANALYZE) | set(ELSEWHERE)
 
 
-@pytest.mark.parametrize("beside", sorted({beside for _, beside in ANALYZE.values()}))
+@pytest.mark.parametrize(
+    "beside",
+    sorted({beside for _, beside in ANALYZE.values()}),
+    ids=lambda beside: " ".join(flag for flag, (_, others) in ANALYZE.items() if others == beside)[:80],
+)
 def test_every_flag_of_analyze_changes_what_is_simulated(beside, reported):
     line = f"{QUICK} {LENGTHS} {LAYOUT} {beside}"
     before = reported(line)["results"]

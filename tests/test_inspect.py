@@ -218,17 +218,6 @@ def test_every_plan_trains_each_token_once_on_one_rank_and_has_no_empty_row(leng
     assert iterations[-1]["waiting"] == []
 
 
-def test_segments_of_one_piece_on_a_rank_never_touch() -> None:
-    rng = np.random.default_rng(0)
-    for cp in (1, 2, 3, 4):
-        lengths = rng.integers(1, 30, 60).tolist()
-        for it in inspect(lengths, 48, cp=cp, packing="varlen", micro_batches=2):
-            for m in it["micro_batches"]:
-                for rank in m["ranks"]:  # documents are uncut here, so an id is a piece
-                    ends = {(i, end) for i, _, end in rank}
-                    assert not [row for row in rank if (row[0], row[1]) in ends]
-
-
 # --- bad input ---
 
 
