@@ -302,3 +302,17 @@ def test_without_a_model_nothing_is_said_of_layers(reported):
     assert list(shown) == ["iterations"]
     assert set(shown["iterations"][0]["micro_batches"][0]) == {"dp", "documents", "ranks"}
     assert list(reported(f"{job} {MEMORY} --gpu-memory 1 --wlb-recompute off")) == ["iterations"]
+
+
+def test_chunks_are_weighed_by_times_where_a_model_is_known(command):
+    """As analyze and training weigh them. Without a model, packing's own prediction does."""
+    job = "--lengths 30,64,40,9,64,50,20,11 --window 64 --micro-batches 4 --pp 2 --iterations 1"
+    model = "--model 550M --gpu-memory 80"
+    analyze = f"analyze {job} {model} --no-split --search none --warm-up 0 --seed -1"
+    own, inspected, analyzed = (
+        next(line for line in command(words)[1].splitlines() if line.startswith("documents in chunks"))
+        for words in (f"inspect {job}", f"inspect {job} {model}", analyze)
+    )
+    assert "predicted step over ideal" in own, own
+    for line in (inspected, analyzed):
+        assert line.startswith("documents in chunks: no (predicted: 0.") and "times as fast" in line, line

@@ -92,6 +92,7 @@ def inspect_plans(
             longest=stream.longest,
             rooms=None if job is None else job.rooms(config),
             no_chunks=() if job is None else job.trainer.chunks_refused(config.chunks),
+            times=None if job is None else job.times(config),
             say=say,
         )
         planner = plan_job(stream, packing)
