@@ -12,9 +12,10 @@ from training_jobs import VALIDATED, training_job
 
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
+from wlb_megatron.plugin.flags.limits import fullest_stage
 from wlb_megatron.plugin.flags.training_job import TrainingJob
 from wlb_megatron.workload.fit import fit
-from wlb_megatron.workload.memory import DeltaNets, Experts
+from wlb_megatron.workload.memory import DeltaNets, Experts, attention_parameters
 from wlb_megatron.workload.profile import FORMAT, ProfiledModel, write_profile
 
 MOE = {"num_experts": 8, "moe_ffn_hidden_size": 1024, "moe_router_topk": 2}
@@ -110,6 +111,13 @@ def test_latent_attention_has_the_weights_of_its_compressions():
     up, output 16 x 96 x 2048; a gated MLP of 5632."""
     weights = 2048 * 16 * 192 + 2048 * 576 + 512 * 16 * 224 + 16 * 96 * 2048 + 3 * 2048 * 5632
     assert training_job(**MLA).model.layer_parameters == weights
+    job = training_job(**MLA, tensor_model_parallel_size=4)
+    assert job.memory is not None
+    shape = fullest_stage(job, job.memory)
+    shared, compression = weights - 2048 * 576 - 3 * 2048 * 5632, 2048 * 576
+    assert attention_parameters(shape) == 4 * (shared // 4 + compression), (
+        "each rank has the whole compression"
+    )
 
 
 def test_the_square_of_a_length_is_the_work_of_the_layers_with_attention_alone():

@@ -163,9 +163,13 @@ def adoptable_tokens(job: TrainingJob) -> int:
 
 def fullest_stage(job: TrainingJob, memory: MemoryFlags) -> Model:
     """The model of which a stage holds most layers, in workload.memory's terms."""
+    model = job.model
+    projections = model.shape.projections  # those of all tensor-parallel ranks together
+    if projections is not None:
+        projections += (job.sizes.tensor - 1) * model.compressions
     return replace(
-        job.model.shape,
+        model.shape,
         layers=memory.stage_layers + memory.depths,  # type: ignore[operator]  # both are numbers, or symbols
         experts=None,  # GpuMemory has them
-        projections=None,
+        projections=projections,
     )
