@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 from wlb_megatron.analyze.analyze_command import add_analyze
-from wlb_megatron.cli import _Parser, main
+from wlb_megatron.cli import _add_inspected_job, _Parser, main
 from wlb_megatron.errors import WlbError
 from wlb_megatron.settings_flags import NOT_HERE, add_layout, add_settings
-from wlb_megatron.simulator.inspected_job import add_inspected_job
 from wlb_megatron.simulator.reproduction import reproduce_command as reproduction
 
 pytestmark = pytest.mark.usefixtures("quick_thresholds")
@@ -156,7 +155,7 @@ INSPECT = values(
 
 
 def test_every_flag_of_inspect_changes_its_plans_or_is_refused(reported, refused):
-    shown = flags_of(add_layout, add_settings, add_inspected_job) | {"pp", "vpp", "iterations"}
+    shown = flags_of(add_layout, add_settings, _add_inspected_job) | {"pp", "vpp", "iterations"}
     none = {"cp-mode": "dynamic", "regather-keys": "", "solver-seconds": "2"}
     assert shown == set(INSPECT) | set(none)
     base = "inspect --window 64 --micro-batches 2 --cp 2 --thresholds 60 --chunks off"

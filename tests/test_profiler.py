@@ -128,6 +128,16 @@ def test_wrong_flags_end_in_one_line(tmp_path, monkeypatch, capsys, flags, messa
     assert not list(tmp_path.iterdir())
 
 
+def test_a_pattern_of_layers_is_noted_not_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--budget", "0", "--", "--hybrid-layer-pattern", "*-*-"]
+    assert main(["profile", "--out", str(tmp_path / "p.json"), *FLAGS, *words]) == 2
+    assert (
+        "> note: --hybrid-layer-pattern is not predicted: one layer of attention" in capsys.readouterr().err
+    )
+
+
 def one_of_two(rank: int, port: int, flags: list[str]) -> None:
     """As torchrun starts it."""
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}

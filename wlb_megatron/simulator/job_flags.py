@@ -128,31 +128,18 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         "--multi-latent-attention", action="store_true", help="keys and values are compressed (default: off)"
     )
     model("--q-lora-rank", type=whole(1), help="channels of a compressed query (default: not compressed)")
-    model(
-        "--kv-lora-rank",
-        type=whole(1),
-        default=32,
-        help="channels of compressed keys and values (default: 32)",
-    )
-    model(
-        "--qk-head-dim",
-        type=whole(1),
-        default=128,
-        help="channels of a query's head without positions (default: 128)",
-    )
-    model(
-        "--qk-pos-emb-head-dim", type=whole(1), default=64, help="its channels with positions (default: 64)"
-    )
-    model("--v-head-dim", type=whole(1), default=128, help="channels of a value's head (default: 128)")
     for name, default, what in (
-        ("num-key-heads", 16, "query and key heads"),
-        ("num-value-heads", 32, "value heads"),
-        ("key-head-dim", 128, "channels of a key head"),
-        ("value-head-dim", 128, "channels of a value head"),
-        ("conv-kernel-dim", 4, "tokens that the convolution sees"),
+        ("kv-lora-rank", 32, "channels of compressed keys and values"),
+        ("qk-head-dim", 128, "channels of a query's head without positions"),
+        ("qk-pos-emb-head-dim", 64, "its channels with positions"),
+        ("v-head-dim", 128, "channels of a value's head"),
+        ("linear-num-key-heads", 16, "of gated delta nets: query and key heads"),
+        ("linear-num-value-heads", 32, "of gated delta nets: value heads"),
+        ("linear-key-head-dim", 128, "of gated delta nets: channels of a key head"),
+        ("linear-value-head-dim", 128, "of gated delta nets: channels of a value head"),
+        ("linear-conv-kernel-dim", 4, "of gated delta nets: tokens that the convolution sees"),
     ):
-        line = f"of gated delta nets: {what} (default: {default})"
-        model(f"--linear-{name}", type=whole(1), default=default, help=line)
+        model(f"--{name}", type=whole(1), default=default, help=f"{what} (default: {default})")
     model("--kv-channels", type=whole(1), help="channels of a head (default: hidden size over heads)")
     model(
         "--ffn-hidden-size",
@@ -229,16 +216,9 @@ def _add_trainer(parser: argparse.ArgumentParser) -> None:
         help='layers of a HybridModel, such as "*-*E|*-*E": a layer is counted for each *, with its share of the MLPs '
         "(-) and experts (E); each | begins a virtual stage, each / a further prediction",
     )
-    add(
-        "--use-megatron-fsdp",
-        action="store_true",
-        help="Megatron's FSDP: weights are sharded over data-parallel ranks",
-    )
-    add(
-        "--use-torch-fsdp2",
-        action="store_true",
-        help="torch's FSDP2: weights are sharded over data-parallel ranks",
-    )
+    for flag, whose in (("use-megatron-fsdp", "Megatron's FSDP"), ("use-torch-fsdp2", "torch's FSDP2")):
+        what = f"{whose}: weights are sharded over data-parallel ranks"
+        add(f"--{flag}", action="store_true", help=what)
     add(
         "--fine-grained-activation-offloading",
         action="store_true",
@@ -256,32 +236,14 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     """Megatron's flags that a launch command has and that change memory or what follows from a step's time. Commands
     without a launch command assume the first five."""
     add = parser.add_argument_group("run", "further flags of a launch command").add_argument
-    note = "assumed without a launch command"
-    add(
-        "--sequence-parallel",
-        action="store_true",
-        help=f"tensor-parallel ranks share activations ({note})",
-    )
-    add(
-        "--use-distributed-optimizer",
-        action="store_true",
-        help=f"ranks share the optimizer's state ({note})",
-    )
-    add(
-        "--overlap-grad-reduce",
-        action="store_true",
-        help=f"gradients are reduced during the backward ({note})",
-    )
-    add(
-        "--overlap-param-gather",
-        action="store_true",
-        help=f"parameters are gathered during the forward ({note})",
-    )
-    add(
-        "--untie-embeddings-and-output-weights",
-        action="store_true",
-        help=f"the output layer has weights of its own ({note})",
-    )
+    for flag, what in (
+        ("sequence-parallel", "tensor-parallel ranks share activations"),
+        ("use-distributed-optimizer", "ranks share the optimizer's state"),
+        ("overlap-grad-reduce", "gradients are reduced during the backward"),
+        ("overlap-param-gather", "parameters are gathered during the forward"),
+        ("untie-embeddings-and-output-weights", "the output layer has weights of its own"),
+    ):
+        add(f"--{flag}", action="store_true", help=f"{what} (assumed without a launch command)")
     add(
         "--hidden-dropout",
         type=real(0, 1),
