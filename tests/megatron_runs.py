@@ -273,8 +273,8 @@ def check_alike(
     """Losses within 1e-6 of the single process's, and each gradient, which is not 0, within 1e-5; as differences()."""
     assert whole_gradients(ranks).keys() == whole_gradients(single).keys()
     loss, gradient, parameter = differences(single, ranks, iterations, numbers)
-    assert loss <= 1e-6
-    assert gradient <= 1e-5, parameter
+    assert loss <= 1e-6, f"losses are {loss:.1e} off"
+    assert gradient <= 1e-5, f"{parameter} is {gradient:.1e} off"
 
 
 def errors_by_kind(expected: list[dict[str, Any]], ranks: list[dict[str, Any]]) -> dict[str, float]:
