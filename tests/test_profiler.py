@@ -128,9 +128,7 @@ def test_wrong_flags_end_in_one_line(tmp_path, monkeypatch, capsys, flags, messa
     assert not list(tmp_path.iterdir())
 
 
-def test_a_pattern_of_layers_is_noted_not_measured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_pattern_of_layers_is_noted_not_measured(tmp_path, capsys):
     words = ["--budget", "0", "--", "--hybrid-layer-pattern", "*-*-"]
     assert main(["profile", "--out", str(tmp_path / "p.json"), *FLAGS, *words]) == 2
     assert (
