@@ -20,7 +20,7 @@ BoolArray = npt.NDArray[np.bool_]
 Shards = Sequence[Sequence[Sequence[ShardPlan]]]
 """Plans [iteration][micro-batch][data-parallel rank]. Iterations may differ in their number of micro-batches."""
 Orders = Sequence[Sequence[tuple[int, ...] | None]]
-"""Group sizes [iteration][data-parallel rank], see pipeline.groups; None: Megatron's own order."""
+"""Group sizes [iteration][data-parallel rank], see pipeline.orders; None: Megatron's own order."""
 
 
 @dataclass(frozen=True)
