@@ -66,8 +66,8 @@ def run_analyze(args: argparse.Namespace, lengths: Lengths, config: WlbConfig) -
         analysis = analyze(lengths, config, job, lambda: tick("planning"), split=not args.no_split)
     if args.search != "none" and analysis.weights_problem is None and config.cp_mode == "fixed":
         with progress(settings_tried(job, config, args.search), lines=args.search == "layout") as tick:
-            found = search(lengths, analysis.runs[1], job, args.search, tick, analysis.best.run)
-            analysis = replace(analysis, searched=found)
+            searched = search(lengths, analysis.runs[1], job, args.search, tick, analysis.best.run)
+            analysis = replace(analysis, searched=searched)
     if args.trace is not None:
         _write_trace(Path(args.trace), analysis.runs[1], job)
     if args.pictures is not None:

@@ -44,8 +44,8 @@ KEPT = 0.9
 @dataclass(frozen=True)
 class Gain:
     """The gain of a part, or of other settings, over arrival order. slowest: slowest step over arrival order's.
-    fullest: tokens of the fullest step over the mean's. alone: gain of a part by itself; None: no part. run: of the
-    settings."""
+    fullest: tokens of the fullest step over the mean's. alone: gain of a part by itself; None: no part. `run` has
+    these settings."""
 
     name: str
     config: WlbConfig

@@ -403,12 +403,10 @@ def _ending(analysis: Analysis) -> list[str]:
                 lines.append("training would lower Lmax to that; --gpu-memory does so here")
     if (first := analysis.found) is not None:
         ready = "flags"
-        beside = (
-            f"{_beside(first, analysis)}: the first of the search"
-            if analysis.fits
-            else "the search's first that fits"
-        )
-        flags = f"{first.flags} ({beside}; your other flags stay)"
+        place = "the search's first that fits"
+        if analysis.fits:
+            place = f"{_beside(first, analysis)}: the first of the search"
+        flags = f"{first.flags} ({place}; your other flags stay)"
     else:
         flags = flags_of(analysis.best.config) or "none, the defaults do this"
     if analysis.gains or analysis.searched is not None:  # else nothing was compared with the job as set
