@@ -95,7 +95,8 @@ def test_each_flag_that_is_read_or_noted_is_one_of_megatrons() -> None:
 
 
 def test_a_flag_before_the_command_counts_more(analyzed):
-    job, own = f"{JOB} --tensor-model-parallel-size 2", "--lengths 20,30,64,9,40 --world-size 8"
+    job = f"{JOB} --tensor-model-parallel-size 2 --data-path not_here"
+    own = "--lengths 20,30,64,9,40 --world-size 8"
     assert analyzed(f"{own} -- {job}")["layout"]["dp"] == 4
     assert analyzed(f"{own} --tp 1 -- {job}")["layout"]["tp"] == 1
 

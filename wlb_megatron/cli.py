@@ -251,11 +251,15 @@ def _analyze(args: argparse.Namespace) -> None:
 
 
 def _lengths(args: argparse.Namespace) -> Lengths:
-    """Tokens of each document of the job. Fills in the layout, and the corpora that its flags name."""
+    """Tokens of each document of the job. Fills in the layout, and the corpora that its flags name.
+
+    --lengths replaces the corpora of a launch command, which need not be on this machine.
+    """
     complete_layout(args)
     if args.split is None and args.data_path:
         args.split = "969,30,1"  # as Megatron does
-    args.corpora = tuple(training_corpora(DataPaths.of(args)))
+    replaced = args.lengths is not None and args.launched
+    args.corpora = () if replaced else tuple(training_corpora(DataPaths.of(args)))
     if args.lengths is not None:
         if args.corpora:
             raise UsageError("--lengths and --data-path both say which documents: give one")
