@@ -173,6 +173,8 @@ def test_each_flag_of_sharing_changes_what_a_step_waits_for():
         experts = Experts(count=8, ffn=1024, parallel=parallel, tensor=1, chosen=2)
         dense, held = parameters - 8 * 2 * one, 8 * 8 * one / parallel
         expected = 6 * (dense + held * (copies > 1)) * 0.5
+        # Half of two rows a token go to the other rank: 8 layers, there and back, forward and backward.
+        expected += 8 * 4 * (4096 * 2 * 0.5 * 2 * 1024) * (parallel > 1)
         shown = step(experts=experts, reduce_overlaps=False, gather_overlaps=False)
         assert shown == pytest.approx(alone + expected)
 
@@ -288,6 +290,22 @@ def test_a_micro_batch_costs_the_same_in_planning_as_training_says():
             assert [way / 2 * token for way in least] == pytest.approx([there, back])
 
 
+def test_rows_of_tokens_go_to_experts_of_other_ranks_and_back_in_both_directions():
+    slow = replace(FREE, nvlink_rate=100e9, nvlink_latency=1e-6, tp_exposed=0)
+    one, spread = (
+        LayerModel(
+            shape=replace(SMALL, experts=Experts(8, 256, parallel, chosen=4)),
+            layout=Layout(tensor=2),
+            assumptions=slow,
+        )
+        for parallel in (1, 4)
+    )
+    # 500 of 1,000 tokens a rank, 4 experts each, three quarters of the rows elsewhere, 2,048 bytes: 30.72 us, and 1 us.
+    extra = 2 * (500 * 4 * 0.75 * 2048 / 100e9 * 1e9 + 1000)
+    for local, sent in zip(one.linear(1000), spread.linear(1000), strict=True):
+        assert sent - local == pytest.approx(extra)
+
+
 def test_layers_with_experts_take_about_what_was_measured_of_one() -> None:
     """Constants are from 8K and 32K tokens at TP1; other sizes and TP2 were left out."""
     dense_launch = (1.7e6, 1.8e6)  # rows have no attention, whose launches LAUNCH_NS has
@@ -311,7 +329,7 @@ def test_layers_with_experts_take_about_what_was_measured_of_one() -> None:
             },
             experts=Experts(128, 768, parallel, chosen=8),
         )
-        rates = replace(Assumptions.of_gpu("NVIDIA H200"), tp_exposed=0)
+        rates = replace(Assumptions.of_gpu("NVIDIA H200"), tp_exposed=0, nvlink_rate=1e30, nvlink_latency=0)
         model = LayerModel(shape=shape, layout=Layout(tensor=tensor), assumptions=rates)
         launches = [
             way - usual + dense
