@@ -1,12 +1,15 @@
 """The search tries what a user could change, and its figures are those of an analysis of the flags that it names."""
 
 import json
+import os
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 from test_cli import call
+
+from wlb_megatron.analyze import search
 
 pytestmark = pytest.mark.usefixtures("quick_thresholds")
 
@@ -91,3 +94,13 @@ def test_settings_that_are_better_are_among_the_searchs(capsys, tmp_path):
     assert code == 0, err
     assert "better: fixed windows, balanced: 1.0" in out and "\n1: --wlb-packing fixed-greedy\n" in out
     assert "\nflags: --wlb-packing fixed-greedy (1.0" in out
+
+
+def _ended(_: Any) -> None:
+    os._exit(9)
+
+
+def test_a_search_whose_process_is_killed_ends_with_one_line(lengths, capsys, monkeypatch):
+    monkeypatch.setattr(search, "_found", _ended)
+    code, _, err = call(capsys, *f"analyze --no-split --lengths {lengths} {JOB} --search layout".split())
+    assert code == 2 and "was ended from outside" in err.strip().splitlines()[-1]

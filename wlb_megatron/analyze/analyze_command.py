@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from concurrent.futures import BrokenExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -66,7 +67,13 @@ def run_analyze(args: argparse.Namespace, lengths: Lengths, config: WlbConfig) -
         analysis = analyze(lengths, config, job, lambda: tick("planning"), split=not args.no_split)
     if args.search != "none" and analysis.weights_problem is None and config.cp_mode == "fixed":
         with progress(settings_tried(job, config, args.search), lines=args.search == "layout") as tick:
-            searched = search(lengths, analysis.runs[1], job, args.search, tick, analysis.best.run)
+            try:
+                searched = search(lengths, analysis.runs[1], job, args.search, tick, analysis.best.run)
+            except BrokenExecutor:
+                raise WlbError(
+                    "a process of the search was ended from outside, as Linux does where memory runs out: free some, "
+                    "or give --search none"
+                ) from None
             analysis = replace(analysis, searched=searched)
     if args.trace is not None:
         _write_trace(Path(args.trace), analysis.runs[1], job)
