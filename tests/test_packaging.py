@@ -51,6 +51,12 @@ def test_the_wheel_holds_the_package_and_the_patches_and_nothing_else(wheel):
     }
 
 
+def test_the_sdist_takes_every_kind_of_file_that_tests_read():
+    (line,) = [line for line in (ROOT / "MANIFEST.in").read_text().splitlines() if " tests " in line]
+    files = [path for path in (ROOT / "tests").rglob("*.*") if "__pycache__" not in path.parts]
+    assert {f"*{path.suffix}" for path in files} == set(line.split()[2:])
+
+
 def test_the_package_alone_asks_for_numpy_and_extras_for_the_rest(wheel):
     archive = zipfile.ZipFile(wheel)
     (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
