@@ -421,7 +421,7 @@ def test_a_fuller_step_than_arrival_orders_names_a_steadier_setting_or_none(anal
     for gains, line in (
         ((even,), "slowest step 1.00 x, not 0.83 x, fullest 1.25, not 1.45"),
         ((replace(even, fullest=1.45),), "steadier: none found; the slowest step is 0.83 x arrival order's"),
-        ((), "steadier: not looked for, with --no-split"),
+        ((), "steadier: not looked for; wlb-megatron analyze without --no-split does"),
     ):
         print_analysis(replace(full, gains=gains))
         assert line in capsys.readouterr().out

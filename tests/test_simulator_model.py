@@ -48,12 +48,15 @@ def test_matrix_products_take_two_flops_a_parameter_and_token_and_twice_that_bac
     assert times.backward == pytest.approx(2 * expected)
 
 
-def test_tensor_parallelism_adds_four_collectives_forward_and_six_backward_as_far_as_they_show():
+@pytest.mark.parametrize(("sequence", "counts"), [(True, (4, 6)), (False, (4, 4))])
+def test_tensor_parallelism_adds_its_collectives_each_way_as_far_as_they_show(sequence, counts):
+    """Gathers and scatters of rows; without sequence parallelism all-reduces, of two passes each."""
     slow = replace(FREE, nvlink_rate=100e9, nvlink_latency=1e-6, tp_exposed=0.5)
-    plain, exposed = _model(replace(slow, tp_exposed=0.0), tensor=4), _model(slow, tensor=4)
+    layout = {"tensor": 4, "sequence": sequence}
+    plain, exposed = _model(replace(slow, tp_exposed=0.0), **layout), _model(slow, **layout)
     # 1,000 rows of 1,024 channels of 2 bytes, three quarters of which pass each GPU: 15.36 us, and 1 us latency.
     collective = 0.5 * (1000 * 2048 * 0.75 / 100e9 * 1e9 + 1000)
-    for count, one, other in zip((4, 6), plain.linear(1000), exposed.linear(1000), strict=True):
+    for count, one, other in zip(counts, plain.linear(1000), exposed.linear(1000), strict=True):
         assert other - one == pytest.approx(count * collective)
     assert _model(slow, tensor=1).linear(1000) == _model(FREE, tensor=1).linear(1000)
 

@@ -52,6 +52,8 @@ ARRIVES: list[tuple[dict[str, Any], str, Any]] = [
     ({**MOE, "moe_ffn_hidden_size": None}, "model.active_ffn", 2 * 5632),
     (MOE | {"moe_router_load_balancing_type": [SEQ]}, "trainer.balancing", (SEQ,)),
     (MOE, "model.shape.experts", Experts(8, 1024)),
+    (MOE | {"moe_layer_freq": 2}, "model.shape.experts.dense_layers", 4),
+    (MOE | {"moe_layer_freq": [0] + [1] * 7}, "model.shape.experts.dense_layers", 1),
     (MLA, "model.shape.kv_heads", 16),
     (MLA, "model.shape.head_dim", 192),
     (MLA, "model.value_dim", 96),

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from textwrap import wrap
 from typing import Any
 
-from wlb_megatron.analyze.comparison import NOISE, STEADY, Analysis, Gain, Trade
+from wlb_megatron.analyze.comparison import KEPT, NOISE, STEADY, Analysis, Gain, Trade
 from wlb_megatron.analyze.measure import Measured, spread
 from wlb_megatron.analyze.recomputation import Recomputed
 from wlb_megatron.analyze.search import Found, Searched
@@ -355,10 +355,20 @@ def _steadier(analysis: Analysis) -> list[str]:
             return ["steadier: none found by the search"]
         return [f"steadier: {setting.flags or 'the job as given'} ({_beside(setting, analysis)})"]
     gain, steadier = analysis.best, analysis.steadier
+    if first is not None:  # those settings are recommended, not `gain`
+        arrival = analysis.before.simulated
+        arrival_slowest = float(arrival.steps.max() / 1e6)
+        if first.slowest <= STEADY * arrival_slowest:
+            return []
+        floor = KEPT * first.tokens_per_second * arrival.ns_per_token / 1e9
+        if steadier and (steadier.by_token < floor or steadier.slowest * arrival_slowest >= first.slowest):
+            return ["steadier: none found"]
     if steadier is None:
         if gain.uneven == (STEADY, STEADY):
             return []
-        result = "none found" if analysis.gains else "not looked for, with --no-split"
+        result = (
+            "none found" if analysis.gains else "not looked for; wlb-megatron analyze without --no-split does"
+        )
         return [
             f"steadier: {result}; the slowest step is {gain.slowest:.2f} x arrival order's, the fullest has "
             f"{gain.fullest:.2f} x the mean's tokens"

@@ -226,10 +226,11 @@ class LayerModel:
         shape, tp, rates = self.shape, self.layout.tensor, self.assumptions
         t = np.asarray(tokens, dtype=np.float64)
         # Sequence parallelism: two all-gathers and two reduce-scatters of the hidden rows; backward gathers the two
-        # inputs of column-parallel products once more.
+        # inputs of column-parallel products once more. Without it: two all-reduces each way, of two such passes each.
         collective = rates.tp_exposed * (t * self._tp_row_ns() + self._tp_wait_ns())
         sent = 2 * self._expert_exchange_ns(t)  # to the experts and back
-        exchange, exchange_back = 4 * collective + sent, 6 * collective + sent
+        back = 6 if self.layout.sequence else 4
+        exchange, exchange_back = 4 * collective + sent, back * collective + sent
         if self.costs is not None:
             forward, backward = self.costs.layer.at(t)
             return Times(forward + exchange, backward + exchange_back)

@@ -167,7 +167,17 @@ def _experts(args: Any) -> Experts | None:
         args.expert_tensor_parallel_size or args.tensor_model_parallel_size,
         args.moe_router_topk,
         shared=getattr(args, "moe_shared_expert_intermediate_size", None) or 0,
+        dense_layers=_dense_layers(args),
     )
+
+
+def _dense_layers(args: Any) -> int:
+    """Layers of a GPTModel without experts. --moe-layer-freq 2: every second layer has them, from the first on."""
+    if getattr(args, "hybrid_layer_pattern", None):
+        return 0
+    frequency = getattr(args, "moe_layer_freq", None) or 1
+    routed = sum(frequency) if isinstance(frequency, list) else -(-args.num_layers // frequency)
+    return int(args.num_layers - routed)
 
 
 def _active_ffn(args: Any, experts: Experts) -> int:
