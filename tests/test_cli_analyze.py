@@ -409,6 +409,30 @@ def test_steadier_settings_are_named_beside_faster_ones_whose_slowest_step_is_lo
     ]
 
 
+def test_settings_slower_than_the_searchs_first_are_not_called_steadier(analysis, capsys):
+    """As set: 1.0 by token and a slowest step of 1.6 x arrival order's. The search's first is steadier and faster."""
+    arrival = analysis.before.simulated
+    slowest, speed = float(arrival.steps.max() / 1e6), 1e9 / arrival.ns_per_token
+    long = arrival.steps.copy()
+    long[0] = 1.6 * arrival.steps.max()
+    after = replace(analysis.after, simulated=replace(arrival, steps=long))
+    given = Found(as_given(analysis.job, CONFIG), "", speed, 1.6 * slowest, 0, {}, 1.0)
+    windows = Gain("windows", replace(CONFIG, packing="fixed-greedy"), None, 1.02, 1.02, 0.8)
+
+    def last(first_slowest: float, by_token: float) -> str:
+        first = replace(
+            given, flags="--a", tokens_per_second=speed * by_token, slowest=first_slowest * slowest
+        )
+        searched = Searched(given, (first,), 1, 2)
+        print_analysis(replace(analysis, after=after, gains=(windows,), searched=searched))
+        return capsys.readouterr().out.splitlines()[-1]
+
+    assert last(1.04, 1.5).startswith("flags: --a (") and last(1.1, 1.5) == "steadier: none found"
+    assert last(1.1, 1.12) == "flags, steadier: --wlb-packing fixed-greedy --wlb-quadratic-at 40.0", (
+        "0.9 of the speed stays"
+    )
+
+
 def test_a_fuller_step_than_arrival_orders_names_a_steadier_setting_or_none(analysis, capsys):
     before = analysis.before.simulated
     tokens = before.tokens.copy()

@@ -360,9 +360,15 @@ def _steadier(analysis: Analysis) -> list[str]:
         arrival_slowest = float(arrival.steps.max() / 1e6)
         if first.slowest <= STEADY * arrival_slowest:
             return []
+        rival, now = steadier or gain, first.slowest / arrival_slowest
         floor = KEPT * first.tokens_per_second * arrival.ns_per_token / 1e9
-        if steadier and (steadier.by_token < floor or steadier.slowest * arrival_slowest >= first.slowest):
+        if rival.by_token < floor or rival.slowest >= now:
             return ["steadier: none found"]
+        return [
+            f"steadier: {rival.name}: {_gains_of(rival)}, slowest step {rival.slowest:.2f} x arrival order's, not "
+            f"{now:.2f} x",
+            f"flags, steadier: {flags_of(rival.config) or 'none, the defaults do this'}",
+        ]
     if steadier is None:
         if gain.uneven == (STEADY, STEADY):
             return []
