@@ -158,7 +158,8 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 def add_experts(parser: argparse.ArgumentParser) -> None:
     """The model's experts, named as Megatron's flags."""
     add = parser.add_argument_group(
-        "experts", "a model with experts is simulated as the dense one that a token passes through"
+        "experts",
+        "a layer takes what one of Qwen3-30B-A3B took on an H200, scaled, or what --profile measured",
     ).add_argument
     add("--num-experts", type=whole(1), help="experts of a layer (default: none, a dense model)")
     add("--moe-router-topk", type=whole(1), help="experts that a token activates (default: 2)")

@@ -97,7 +97,7 @@ def add_reproduce(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Simulates the WLB-LLM paper's eight configurations four ways: arrival order, balanced windows, "
         "the paper's method, and this project's. Prints the paper's figures beside them. Writes JSON, CSV, Markdown, "
-        "PNG and one HTML page. A run that was stopped left its rows in DIR/unfinished.json: the same command goes on."
+        "and PNG. A run that was stopped left its rows in DIR/unfinished.json: the same command goes on."
     )
     add = parser.add_argument
     add("--out", metavar="DIR", help="folder to write to (required)")
