@@ -291,7 +291,9 @@ def _memory_lines(analysis: Analysis) -> list[str]:
     lines = []
     if experts is not None:
         source = "a layer of Qwen3-30B-A3B on an H200" if analysis.job.profile is None else "the profile"
-        lines.append(f"times of experts are from {source}; their exchange between GPUs is not counted")
+        lines.append(
+            f"times of experts are from {source}, their exchange between GPUs from the assumed rates"
+        )
         lines.append(
             f"memory: the fullest rank's experts get {experts.imbalance / 100:g} times the mean of tokens "
             "(--expert-imbalance)"

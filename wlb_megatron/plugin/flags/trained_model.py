@@ -66,10 +66,8 @@ class TrainedModel:
         window, whole_layers = _windows(args)
         attention, dense, _ = layer_kinds(args)
         ffn, experts = args.ffn_hidden_size * dense // attention, _experts(args)
-        depths, vocabulary = (
-            getattr(args, "mtp_num_layers", None) or 0,
-            args.padded_vocab_size or args.vocab_size,
-        )
+        depths = getattr(args, "mtp_num_layers", None) or 0
+        vocabulary = args.padded_vocab_size or args.vocab_size
         dtype = str(args.params_dtype).removeprefix("torch.")
         shape = Model(
             hidden=args.hidden_size,
