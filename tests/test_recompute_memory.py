@@ -88,10 +88,11 @@ def test_a_hybrid_models_layers_hold_their_parts_of_a_whole_layer():
     assert block.floor == 3 * INPUT + attention + keys and block.more()[1] == mlp - INPUT
     whole, parts = replace(TINY, layers=2), replace(TINY, layers="**--")
     for experts in (None, Experts(8, 6, shared=3)):
-        parts = replace(parts, layers="**--" if experts is None else "E*E*")
-        assert weight_bytes(parts, FULL, 1, experts) == weight_bytes(whole, FULL, 1, experts)
-        assert layers_bytes(symbols(parts.layers), parts, replace(FULL, recompute="none"), experts) == (
-            2 * layer_bytes(whole, FULL, experts)
+        whole = replace(whole, experts=experts)
+        parts = replace(parts, layers="**--" if experts is None else "E*E*", experts=experts)
+        assert weight_bytes(parts, FULL, 1) == weight_bytes(whole, FULL, 1)
+        assert layers_bytes(symbols(parts.layers), parts, replace(FULL, recompute="none")) == (
+            2 * layer_bytes(whole, FULL)
         )
 
 
@@ -142,14 +143,19 @@ def test_keys_for_later_chunks_are_held_with_their_fp32_gradients():
 def test_experts_hold_a_row_for_each_that_a_token_passes():
     routed = (3 * 6 + 4) * 2 * 2  # two of width 6 and an input each, in two bytes
     every = layer_bytes(TINY, FULL) - 3 * 8 * 2 + 8 * 12 + 2 * 30
-    assert layer_bytes(TINY, FULL, Experts(8, 6, imbalance=100)) == every + routed
-    assert layer_bytes(TINY, FULL, Experts(8, 6)) == every + routed * 3 // 2
-    assert only_chunk(FULL, experts=Experts(8, 6)).kept == every + routed * 3 // 2
-    shared = Experts(8, 6, imbalance=100, shared=5)
-    assert layer_bytes(TINY, FULL, shared) == every + routed + 3 * 5 * 2
+
+    def with_experts(*sizes: int, layout: Layout = FULL, imbalance: int = 100, shared: int = 0) -> int:
+        experts = Experts(8, 6, *sizes, imbalance=imbalance, shared=shared)
+        return layer_bytes(replace(TINY, experts=experts), layout)
+
+    assert with_experts() == every + routed
+    assert with_experts(imbalance=150) == every + routed * 3 // 2
+    (chunk,) = stage_memory(replace(TINY, experts=Experts(8, 6)), FULL, 0, [4]).chunks
+    assert chunk.kept == every + routed * 3 // 2
+    assert with_experts(shared=5) == every + routed + 3 * 5 * 2
     # Two tensor-parallel ranks cut experts and gather their inputs, or each has half of the tokens.
     both = replace(FULL, tensor=2, sequence=True)
-    cut, apart = (layer_bytes(TINY, both, Experts(8, 6, 1, tensor, imbalance=100)) for tensor in (2, 1))
+    cut, apart = (with_experts(1, tensor, layout=both) for tensor in (2, 1))
     assert cut - apart == 4 // 2 * 2 * 2
 
 

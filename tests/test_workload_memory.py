@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wlb_megatron.errors import WlbError
+from wlb_megatron.packing.memory_limits import GpuMemory
 from wlb_megatron.workload.memory import (
     GIB,
     Experts,
@@ -21,9 +22,6 @@ from wlb_megatron.workload.memory import (
     attended_bytes,
     chunked_bytes,
     chunks_in_flight,
-    fit_chunks,
-    fit_document,
-    fit_max_tokens,
     kept_bytes,
     keys_bytes,
     logits_bytes,
@@ -31,7 +29,6 @@ from wlb_megatron.workload.memory import (
     token_bytes,
     waiting_loss_bytes,
     weight_bytes,
-    weights_problem,
 )
 
 SMALL = Model(hidden=8, ffn=16, layers=2, heads=2, kv_heads=1, head_dim=4, vocab=32)
@@ -40,6 +37,16 @@ SEVEN_B = Model(
 )
 GPT_7B = dataclasses.replace(SEVEN_B, ffn=16384, vocab=50304, gated=False, dropout=True)
 H100 = 80 * GIB
+
+
+def fit_max_tokens(
+    shape: Model, layout: Layout, memory: int, *, window: int, alignment: int, margin: float = 0.1
+) -> int:
+    return GpuMemory(memory, shape, layout, window, alignment, margin).whole()
+
+
+def weights_problem(shape: Model, layout: Layout, memory: int) -> str:
+    return GpuMemory(memory, shape, layout, 64, 1, margin=0).weights_problem() or ""
 
 
 def fit(shape: Model, layout: Layout, memory: int = H100, window: int = 8192) -> int:
@@ -97,20 +104,22 @@ def test_experts_replace_the_ffn_and_are_spread_over_ranks_of_their_own():
     dense = (2 * 192 + 512) // 2 + 40 + 2 * 8 * 8
     routed = 2 * 4 * (3 * 8 * 4 // 2)
     # 4 x 2 ranks a stage: 4 hold the same dense part, 2 the same experts.
-    assert weight_bytes(SMALL, layout, 0, experts) == dense * (6 + 3) + routed * (6 + 6)
+    assert weight_bytes(dataclasses.replace(SMALL, experts=experts), layout, 0) == dense * (
+        6 + 3
+    ) + routed * (6 + 6)
 
 
 def test_weights_that_do_not_fit_alone_are_told_with_the_figure_and_a_cure_that_can_help():
     alone, spread = Layout(data=8), Layout(data=8, distributed_optimizer=True)
     needed = weight_bytes(SEVEN_B, alone, 0)
-    assert weights_problem(SEVEN_B, alone, needed, margin=0) is None
-    problem = weights_problem(SEVEN_B, alone, needed - 1, margin=0) or ""
+    assert not weights_problem(SEVEN_B, alone, needed)
+    problem = weights_problem(SEVEN_B, alone, needed - 1)
     assert f"alone need {needed / GIB:.1f} GiB a GPU" in problem
     assert "use --use-distributed-optimizer" in problem
-    problem = weights_problem(SEVEN_B, spread, weight_bytes(SEVEN_B, spread, 0) - 1, margin=0) or ""
+    problem = weights_problem(SEVEN_B, spread, weight_bytes(SEVEN_B, spread, 0) - 1)
     assert "use --use-distributed" not in problem and "add data-parallel ranks" in problem
     # Weights and gradients, 6 bytes a parameter of these 18, stay on every rank.
-    problem = weights_problem(SEVEN_B, spread, needed // 3 - GIB, margin=0) or ""
+    problem = weights_problem(SEVEN_B, spread, needed // 3 - GIB)
     assert "raise --tensor-model" in problem and "add data-parallel ranks" not in problem
     with pytest.raises(WlbError, match="weights, gradients and optimizer state alone need"):
         fit_max_tokens(SEVEN_B, spread, needed // 4, window=64, alignment=8)
@@ -157,22 +166,23 @@ def test_the_longest_document_is_what_just_fits_beside_an_iterations_tokens(cont
     layout = Layout(context=context, pipeline=2, micro_batches=4)
     room = chunked_bytes(SMALL, layout, longest=48, held=64 + 100, document=100)
 
-    def fits(memory: int) -> int:
-        return fit_document(SMALL, layout, memory, margin=0, longest=48, share=64)
+    def fits(memory: int, window: int = 16) -> int:
+        return GpuMemory(memory, SMALL, layout, window, 1, margin=0).longest_document(48)
 
     assert fits(room) == 100
     assert fits(room - 1) == 100 - context
     assert fits(1000) == 0
-    assert fit_document(SMALL, layout, room, margin=0, longest=48, share=32) > 100
+    assert fits(room, window=8) > 100
 
 
 @pytest.mark.parametrize("context", [1, 2])
 def test_the_longest_micro_batch_with_chunks_is_what_just_fits(context):
     layout = Layout(context=context, pipeline=2, micro_batches=4)
+    # Of windows of 64, a stage holds two and a tenth more: 140.
     room = chunked_bytes(SMALL, layout, longest=48, held=140, document=64)
 
     def fits(memory: int) -> int:
-        return fit_chunks(SMALL, layout, memory, margin=0, held=140, document=64, alignment=context)
+        return GpuMemory(memory, SMALL, layout, 64, context, margin=0).in_chunks()
 
     assert fits(room) == 48
     assert fits(room - 1) == 48 - context
@@ -350,14 +360,6 @@ def test_kept_activations_of_a_7b_gpt_agree_with_megatrons_formula_within_three_
         (lambda: dataclasses.replace(SMALL, hidden=0), "hidden must be at least 1"),
         (lambda: Layout(tensor=0), "tensor must be at least 1"),
         (lambda: Layout(recompute="some"), "unknown recompute 'some'; choose none, selective, full"),
-        (
-            lambda: fit_max_tokens(SMALL, Layout(), H100, margin=1.0, window=64, alignment=1),
-            "margin must be at least 0 and below 1",
-        ),
-        (
-            lambda: fit_max_tokens(SMALL, Layout(), 0, window=64, alignment=1),
-            "memory, window and alignment must be positive",
-        ),
     ],
 )
 def test_settings_that_cannot_be_are_named(make, message):

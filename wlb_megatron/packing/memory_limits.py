@@ -13,16 +13,18 @@ from wlb_megatron.pipeline.step_law import StageRoom
 from wlb_megatron.workload.memory import (
     GIB,
     LEAST,
-    Experts,
+    MOST,
     Layout,
     Model,
     chunked_bytes,
-    fit_chunks,
-    fit_max_tokens,
+    chunked_stage_bytes,
+    ends,
     memory_needed,
     micro_batches_in_flight,
     symbols,
+    token_bytes,
     weight_bytes,
+    working_bytes,
 )
 from wlb_megatron.workload.stage_memory import StageMemory, stage_memory
 
@@ -46,7 +48,6 @@ class GpuMemory:
     window: int
     alignment: int
     margin: float = MARGIN
-    experts: Experts | None = None
     layers: tuple[tuple[int | str, ...], ...] | None = None
     depths: int | str = 0
 
@@ -59,9 +60,7 @@ class GpuMemory:
         """What a stage holds of a step. `layers` has those of each of its model chunks, if they are known better.
         Raises ValueError if the flags recompute no layers in full."""
         layers = layers or self._layers(stage)
-        return stage_memory(
-            *(self.shape, self.layout, stage, layers), depths=self.depths, experts=self.experts
-        )
+        return stage_memory(self.shape, self.layout, stage, layers, depths=self.depths)
 
     def _layers(self, stage: int) -> tuple[int | str, ...]:
         """Layers of each model chunk, without multi-token prediction's."""
@@ -79,7 +78,33 @@ class GpuMemory:
         """Bytes of a stage's weights, gradients and optimizer state."""
         layers = [*self._layers(stage), self.depths if stage == self.layout.pipeline - 1 else 0]
         shape = replace(self.shape, layers="".join(map(symbols, layers)))
-        return weight_bytes(shape, self.layout, stage, self.experts)
+        return weight_bytes(shape, self.layout, stage)
+
+    def weights_problem(self) -> str | None:
+        """A line with figure and cure, if weights, gradients and optimizer state alone do not fit; else None."""
+
+        def needed(layout: Layout) -> int:
+            return max(weight_bytes(self.shape, layout, stage) for stage in ends(layout))
+
+        layout = self.layout
+        if needed(layout) <= self.room:
+            return None
+        expert = "" if self.shape.experts is None else "--expert-model-parallel-size, "
+        cures = [f"raise {expert}--tensor-model-parallel-size or --pipeline-model-parallel-size"]
+        if not layout.fully_sharded and not layout.distributed_optimizer:
+            cures.insert(0, "use --use-distributed-optimizer")
+        elif needed(replace(layout, data=1 << 20)) <= self.room:
+            shared = "all of it" if layout.fully_sharded else "the optimizer's state"
+            cures.append(f"add data-parallel ranks, which share {shared}")
+        return (
+            f"weights, gradients and optimizer state alone need {needed(layout) / GIB:.1f} GiB a GPU, but "
+            f"{self._room_there}: {', '.join(cures)}, or train a smaller model"
+        )
+
+    @property
+    def _room_there(self) -> str:
+        margin = f"{self.size / GIB:.1f} less a margin of {self.margin:.0%}"
+        return f"{self.room / GIB:.1f} GiB are there ({margin})"
 
     def rooms(self) -> tuple[StageRoom, StageRoom] | None:
         """What the first and the last stage can keep of a step, for the packer's law. None where the flags recompute
@@ -102,26 +127,54 @@ class GpuMemory:
         )
 
     def whole(self, least: tuple[int, int] = LEAST) -> int:
-        """The longest micro-batch of whole documents that fits. WlbError if `least` windows (a fraction) do not."""
-        return fit_max_tokens(
-            *(self.shape, self.layout, self.size),
-            margin=self.margin,
-            window=self.window,
-            alignment=self.alignment,
-            least=least,
+        """Tokens of the longest micro-batch of whole documents that fits, at most 4 windows. WlbError if fewer than
+        `least` windows (a fraction) do."""
+        shape, layout, alignment = self.shape, self.layout, self.alignment
+        if problem := self.weights_problem():
+            raise WlbError(problem)
+        fitting = min(
+            (self.room - weight_bytes(shape, layout, stage)) // token_bytes(shape, layout, stage)
+            for stage in ends(layout)
         )
+        tokens = min(fitting * layout.context, MOST * self.window) // alignment * alignment
+        if tokens * least[1] < self.window * least[0]:
+            # Up to a multiple of the alignment: 1.25 windows of 10 are 13 tokens, with alignment 8 these are 16.
+            needed = -(-self.window * least[0] // (least[1] * alignment)) * alignment
+            windows = "one window" if least == (1, 1) else f"{least[0] / least[1]:g} windows"
+            weights = max(weight_bytes(shape, layout, stage) for stage in ends(layout))
+            raise WlbError(
+                f"a micro-batch of {windows} ({needed} tokens) needs {memory_needed(shape, layout, needed) / GIB:.1f} "
+                f"GiB a GPU, {weights / GIB:.1f} of them for weights and optimizer, but {self._room_there}: raise "
+                "--context-parallel-size or --tensor-model-parallel-size (with --sequence-parallel), use "
+                "--recompute-granularity full or --use-distributed-optimizer, or lower --seq-length"
+            )
+        return tokens
 
     def in_chunks(self) -> int:
-        """The same with documents in chunks, none longer than the window; at most what a plan with chunks uses."""
-        flying = held(self.window, self.layout.micro_batches, micro_batches_in_flight(self.layout))
-        fitting_tokens = fit_chunks(
-            *(self.shape, self.layout, self.size),
-            margin=self.margin,
-            held=flying,
-            document=self.window,
-            alignment=self.alignment,
+        """The same with documents in chunks, none longer than the window; at most what a plan with chunks uses. 0 if
+        none fits."""
+        shape, layout, alignment = self.shape, self.layout, self.alignment
+        flying = held(self.window, layout.micro_batches, micro_batches_in_flight(layout))
+        fitting = min(
+            (self.room - chunked_stage_bytes(shape, layout, stage, 0, flying, self.window))
+            // working_bytes(shape, layout, stage)
+            for stage in ends(layout)
         )
-        return min(fitting_tokens, chunk_capacity(self.window, None, self.alignment))
+        fitting_tokens = max(0, fitting * layout.context // alignment * alignment)
+        return min(fitting_tokens, chunk_capacity(self.window, None, alignment))
+
+    def longest_document(self, longest: int) -> int:
+        """Tokens of the longest document in chunks that fits beside all else of an iteration; 0 if none does. A
+        micro-batch has at most `longest` tokens."""
+        shape, layout = self.shape, self.layout
+        share, fitting = layout.micro_batches * self.window, []
+        for stage in ends(layout):
+            free = self.room - chunked_stage_bytes(shape, layout, stage, longest, share, 0)
+            bytes_per_token = chunked_stage_bytes(shape, layout, stage, 0, 1, 1) - weight_bytes(
+                shape, layout, stage
+            )
+            fitting.append(free // bytes_per_token * layout.context)
+        return max(0, min(fitting))
 
     def needed(self, config: WlbConfig, longest_tokens: int) -> tuple[int, int]:
         """Bytes that the fullest GPU needs at most: (with chunks, with whole documents).
@@ -160,15 +213,11 @@ def with_lmax(
         least = (1, 1) if config.fixed_windows else LEAST
         return replace(config, max_tokens=min(usual, memory.whole(least)))
     except WlbError:
-        shorter = 0 if _whole_alone(config, no_chunks) else memory.in_chunks()
+        whole_alone = config.chunks == "off" or config.fixed_windows or settings_refused(config) or no_chunks
+        shorter = 0 if whole_alone else memory.in_chunks()
         if shorter * LEAST_CHUNK < window:
             raise
         return replace(config, max_tokens=shorter)
-
-
-def _whole_alone(config: WlbConfig, no_chunks: Sequence[tuple[str, str]]) -> bool:
-    off = config.chunks == "off" or config.fixed_windows
-    return off or bool(settings_refused(config)) or bool(no_chunks)
 
 
 def no_memory_for_chunks(config: WlbConfig, memory: GpuMemory | None) -> list[tuple[str, str]]:

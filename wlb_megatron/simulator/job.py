@@ -35,7 +35,7 @@ from wlb_megatron.simulator.model import LayerModel
 from wlb_megatron.simulator.plan_times import Kept, PlanTimes
 from wlb_megatron.workload.cost_model import CostModel, document_cost, quadratic_at
 from wlb_megatron.workload.kernel_table import h100
-from wlb_megatron.workload.memory import GIB, WHOLE, weights_problem
+from wlb_megatron.workload.memory import GIB, WHOLE
 from wlb_megatron.workload.profile import Profile
 from wlb_megatron.workload.stage_memory import StageMemory
 
@@ -208,7 +208,7 @@ class Job:
     def weights_problem(self) -> str | None:
         """A line with the figure and the cure, if weights, gradients and optimizer state alone do not fit a GPU."""
         gpu = self._gpu(self.gib or DEFAULT_GIB)
-        problem = weights_problem(gpu.shape, gpu.layout, gpu.size, margin=self.margin, experts=gpu.experts)
+        problem = gpu.weights_problem()
         assumed = (
             f" ({DEFAULT_GIB:g} GiB a GPU is assumed; --gpu-memory changes it)" if self.gib is None else ""
         )
@@ -242,7 +242,6 @@ class Job:
         return GpuMemory(
             *(int(gib * GIB), replace(model.shape, layers=fullest, losses=1 + further), kept),
             *(self.joined_window, self.alignment, self.margin),
-            experts=model.shape.experts,
             **counted,
         )
 

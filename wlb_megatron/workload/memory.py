@@ -14,9 +14,7 @@ fragmentation, rotary tables, biases.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
-
-from wlb_megatron.errors import WlbError
+from dataclasses import dataclass, fields
 
 RECOMPUTE = ("none", "selective", "full")
 LEAST, MOST = (5, 4), 4
@@ -217,51 +215,6 @@ class Layout:
         return 1 if self.virtual == 1 else self.group or self.pipeline
 
 
-def fit_max_tokens(
-    shape: Model,
-    layout: Layout,
-    memory_bytes: int,
-    *,
-    margin: float = 0.10,
-    window: int,
-    alignment: int,
-    least: tuple[int, int] = LEAST,
-) -> int:
-    """Lmax (tokens of a micro-batch over all its context-parallel ranks): the most that fits, a multiple of
-    `alignment`, between 1.25 and 4 windows.
-
-    memory_bytes: of one GPU, of which the share `margin` is left free. window, alignment: tokens. least: fewest windows
-    of a micro-batch, as a fraction. WlbError if not even these fit.
-    """
-    if not 0 <= margin < 1:
-        raise ValueError(f"margin must be at least 0 and below 1, got {margin}")
-    if min(memory_bytes, window, alignment) < 1:
-        raise ValueError(
-            f"memory, window and alignment must be positive, got {memory_bytes}, {window} and {alignment}"
-        )
-    room = int(memory_bytes * (1 - margin))
-    if problem := weights_problem(shape, layout, memory_bytes, margin=margin):
-        raise WlbError(problem)
-    fitting = min(
-        (room - weight_bytes(shape, layout, stage)) // token_bytes(shape, layout, stage)
-        for stage in ends(layout)
-    )
-    tokens = min(fitting * layout.context, MOST * window) // alignment * alignment
-    if tokens * least[1] < window * least[0]:
-        # Rounded up to a multiple of the alignment: 1.25 windows of 10 are 13 tokens, with alignment 8 these are 16.
-        needed = -(-window * least[0] // (least[1] * alignment)) * alignment
-        windows = "one window" if least == (1, 1) else f"{least[0] / least[1]:g} windows"
-        weights = max(weight_bytes(shape, layout, stage) for stage in ends(layout))
-        raise WlbError(
-            f"a micro-batch of {windows} ({needed} tokens) needs {memory_needed(shape, layout, needed) / GIB:.1f} "
-            f"GiB a GPU, {weights / GIB:.1f} of them for weights and optimizer, but {room / GIB:.1f} GiB are there "
-            f"({memory_bytes / GIB:.1f} less a margin of {margin:.0%}): raise --context-parallel-size or "
-            "--tensor-model-parallel-size (with --sequence-parallel), use --recompute-granularity full or "
-            "--use-distributed-optimizer, or lower --seq-length"
-        )
-    return tokens
-
-
 def memory_needed(shape: Model, layout: Layout, tokens: int) -> int:
     """Bytes on the fullest GPU when no micro-batch is longer than `tokens` (over all context-parallel ranks)."""
     held = -(-tokens // layout.context)
@@ -271,44 +224,14 @@ def memory_needed(shape: Model, layout: Layout, tokens: int) -> int:
     )
 
 
-def weights_problem(
-    shape: Model,
-    layout: Layout,
-    memory_bytes: int,
-    *,
-    margin: float = 0.10,
-    experts: Experts | None = None,
-) -> str | None:
-    """A line with the figure and the cure, if weights, gradients and optimizer state alone do not fit; else None."""
-    room = int(memory_bytes * (1 - margin))
-
-    def needed(layout: Layout) -> int:
-        return max(weight_bytes(shape, layout, stage, experts) for stage in ends(layout))
-
-    if needed(layout) <= room:
-        return None
-    expert = "" if experts is None else "--expert-model-parallel-size, "
-    cures = [f"raise {expert}--tensor-model-parallel-size or --pipeline-model-parallel-size"]
-    if not layout.fully_sharded and not layout.distributed_optimizer:
-        cures.insert(0, "use --use-distributed-optimizer")
-    elif needed(replace(layout, data=1 << 20)) <= room:
-        shared = "all of it" if layout.fully_sharded else "the optimizer's state"
-        cures.append(f"add data-parallel ranks, which share {shared}")
-    return (
-        f"weights, gradients and optimizer state alone need {needed(layout) / GIB:.1f} GiB a GPU, but "
-        f"{room / GIB:.1f} GiB are there ({memory_bytes / GIB:.1f} less a margin of {margin:.0%}): "
-        f"{', '.join(cures)}, or train a smaller model"
-    )
-
-
-def weight_bytes(shape: Model, layout: Layout, stage: int, experts: Experts | None = None) -> int:
+def weight_bytes(shape: Model, layout: Layout, stage: int) -> int:
     """Weights, their gradients in fp32, Adam's two states, and an fp32 copy of weights that are not.
 
     bf16: 2 + 4 + 12 bytes a parameter, the 12 spread over data x context ranks by the distributed optimizer, all 18
     by FSDP. An expert's are spread over the ranks that hold a copy of it.
     """
-    experts = experts or shape.experts
-    attention, dense, routed = _layer_counts(shape.layers, experts)
+    experts = shape.experts
+    attention, dense, routed = _layer_counts(shape)
     split = attention * attention_parameters(shape) + dense * ffn_parameters(shape, shape.ffn)
     whole = (attention + dense + routed) * shape.hidden  # norms
     if shape.delta_nets:
@@ -335,13 +258,13 @@ def weight_bytes(shape: Model, layout: Layout, stage: int, experts: Experts | No
     return needed
 
 
-def _layer_counts(layers: int | str, experts: Experts | None) -> tuple[int, int, int]:
+def _layer_counts(shape: Model) -> tuple[int, int, int]:
     """Layers with attention, with an MLP and with experts; a GPTModel's each count twice."""
     whole, net, attention, dense, routed = (
-        symbols(layers).count(symbol) for symbol in f"{WHOLE}{WHOLE_NET}*-E"
+        symbols(shape.layers).count(symbol) for symbol in f"{WHOLE}{WHOLE_NET}*-E"
     )
-    both = whole + net
-    return whole + attention, dense + both * (experts is None), routed + both * (experts is not None)
+    with_experts = (whole + net) * (shape.experts is not None)
+    return whole + attention, dense + whole + net - with_experts, routed + with_experts
 
 
 def attention_parameters(shape: Model) -> int:
@@ -378,7 +301,7 @@ def working_bytes(shape: Model, layout: Layout, stage: int) -> int:
     """Bytes for each token held of the micro-batch at work, beside what it keeps: the largest of a layer in its
     backward, its attention in it, and the logits with their loss."""
     chunks = model_chunks(shape, layout)
-    layer = max(busy_bytes(shape, layout, None, symbol) for symbol in {*"".join(chunks)})
+    layer = max(busy_bytes(shape, layout, symbol) for symbol in {*"".join(chunks)})
     keys = gathered_keys_bytes(shape, layout)
     # Gradients of a layer take what its activations do; sequence parallelism gathers an input and a gradient.
     working = layer + 2 * shape.hidden * shape.dtype_bytes + keys
@@ -392,7 +315,7 @@ def working_bytes(shape: Model, layout: Layout, stage: int) -> int:
     return max(working, logits)
 
 
-def attention_bytes(layers: str, shape: Model, layout: Layout, experts: Experts | None = None) -> int:
+def attention_bytes(layers: str, shape: Model, layout: Layout) -> int:
     """Bytes for each token held that the backward of a layer's attention needs beside what the layer keeps.
 
     With fewer heads of keys than of queries, cuDNN makes gradients of all gathered keys and values for each head of
@@ -409,7 +332,7 @@ def attention_bytes(layers: str, shape: Model, layout: Layout, experts: Experts 
         rows += keys  # gathered again
     if keys and not layout.keep_keys:
         rows += 2 * width * shape.dtype_bytes  # the gradients of this rank's own keys, made meanwhile
-    return rows - ffn_bytes(shape, layout, experts) * ("*" not in layers)
+    return rows - ffn_bytes(shape, layout) * ("*" not in layers)
 
 
 def apart_bytes(shape: Model, layout: Layout) -> int:
@@ -504,7 +427,7 @@ def chunk_bytes(shape: Model, layout: Layout) -> int:
     return max(layers_bytes(chunk, shape, layout) for chunk in model_chunks(shape, layout))
 
 
-def layers_bytes(layers: str, shape: Model, layout: Layout, experts: Experts | None = None) -> int:
+def layers_bytes(layers: str, shape: Model, layout: Layout) -> int:
     """What these layers of a virtual stage keep for a token held, recomputed by the flags."""
     first_input = spread_elements(shape.hidden, layout) * shape.dtype_bytes
     recomputed = 0
@@ -512,27 +435,26 @@ def layers_bytes(layers: str, shape: Model, layout: Layout, experts: Experts | N
         recomputed = min(layout.recompute_layers, len(layers)) if layout.recompute_block else len(layers)
     unit = 1 if layout.recompute_block else layout.recompute_layers
     return -(-recomputed // unit) * first_input + sum(
-        layers.count(symbol, recomputed) * kept_bytes_of(symbol, shape, layout, experts)
-        for symbol in {*layers}
+        layers.count(symbol, recomputed) * kept_bytes_of(symbol, shape, layout) for symbol in {*layers}
     )
 
 
-def kept_bytes_of(symbol: str, shape: Model, layout: Layout, experts: Experts | None = None) -> int:
+def kept_bytes_of(symbol: str, shape: Model, layout: Layout) -> int:
     """What a layer that is not recomputed keeps for a token held, with the keys that it has gathered."""
     gathers = layout.keep_keys and layout.recompute != "selective" and symbol in ATTENDS
     keys = gathered_keys_bytes(shape, layout) * gathers
-    return layer_bytes(shape, layout, experts, symbol) + keys
+    return layer_bytes(shape, layout, symbol) + keys
 
 
-def unit_bytes(layers: str, shape: Model, layout: Layout, experts: Experts | None = None) -> int:
+def unit_bytes(layers: str, shape: Model, layout: Layout) -> int:
     """What the layers keep that a backward makes again at once: one of a block, else those of the fullest unit."""
     unit = 1 if layout.recompute_block else layout.recompute_layers
-    each = {symbol: kept_bytes_of(symbol, shape, layout, experts) for symbol in {*layers}}
+    each = {symbol: kept_bytes_of(symbol, shape, layout) for symbol in {*layers}}
     units = (layers[start : start + unit] for start in range(0, len(layers), unit))
     return max((sum(each[symbol] for symbol in layers) for layers in units), default=0)
 
 
-def layer_bytes(shape: Model, layout: Layout, experts: Experts | None = None, symbol: str = WHOLE) -> int:
+def layer_bytes(shape: Model, layout: Layout, symbol: str = WHOLE) -> int:
     """Activations of a layer for a token held, without gathered keys. symbol: of its kind.
 
     Elements, plain heads, ffn 4h: inputs of two norms and of the two matrices behind them 4h; q, k, v 3h, attention's
@@ -540,12 +462,12 @@ def layer_bytes(shape: Model, layout: Layout, experts: Experts | None = None, sy
     Each expert that a token passes has its own FFN and its own copy of the input, which expert-tensor-parallel ranks
     gather. Routing keeps 12 bytes for each expert (scores, sorted places) and 30 for each of those that a token passes.
     """
-    b, tp, experts = shape.dtype_bytes, layout.tensor, experts or shape.experts
+    b, tp = shape.dtype_bytes, layout.tensor
     norm = spread_elements(shape.hidden, layout) * (2 * b + shape.dropout)
     heads = -(-shape.heads // tp)
     attention = heads * (2 * shape.head_dim * b + 4)  # q, output; log-sum-exp in fp32
     attention += kv_elements(shape, layout) * b + norm
-    feed_forward = ffn_bytes(shape, layout, experts, symbol) + norm
+    feed_forward = ffn_bytes(shape, layout, symbol) + norm
     parts = {"*": attention, WHOLE: attention + feed_forward}
     if nets := shape.delta_nets:
         net = -(-(nets.elements() * b + 20 * nets.value_heads) // tp) + norm  # decay and beta, partly in fp32
@@ -553,17 +475,17 @@ def layer_bytes(shape: Model, layout: Layout, experts: Experts | None = None, sy
     return parts.get(symbol, feed_forward)
 
 
-def busy_bytes(shape: Model, layout: Layout, experts: Experts | None, symbol: str) -> int:
+def busy_bytes(shape: Model, layout: Layout, symbol: str) -> int:
     """What a layer holds for a token held while it runs, without gathered keys."""
-    layer = layer_bytes(shape, layout, experts, symbol)
+    layer = layer_bytes(shape, layout, symbol)
     if shape.delta_nets is None or symbol not in ("G", WHOLE_NET):
         return layer
     return layer + -(-shape.delta_nets.elements_at_work() // layout.tensor) * shape.dtype_bytes
 
 
-def ffn_bytes(shape: Model, layout: Layout, experts: Experts | None = None, symbol: str = WHOLE) -> int:
+def ffn_bytes(shape: Model, layout: Layout, symbol: str = WHOLE) -> int:
     """Of that, the feed-forward's or the experts', without its norm."""
-    b, tp, experts = shape.dtype_bytes, layout.tensor, experts or shape.experts
+    b, tp, experts = shape.dtype_bytes, layout.tensor, shape.experts
     matrices = 3 if shape.gated else 2
     if experts is None or symbol == "-":
         return -(-shape.ffn // tp) * matrices * b
@@ -623,54 +545,13 @@ def chunked_bytes(shape: Model, layout: Layout, *, longest: int, held: int, docu
     `longest` are a micro-batch's tokens, `held` those of all micro-batches that a stage holds at once, and `document`
     those of the longest document in chunks.
     """
-    return max(_chunked_bytes(shape, layout, stage, longest, held, document) for stage in ends(layout))
+    return max(chunked_stage_bytes(shape, layout, stage, longest, held, document) for stage in ends(layout))
 
 
-def fit_chunks(
-    shape: Model,
-    layout: Layout,
-    memory_bytes: int,
-    *,
-    margin: float = 0.10,
-    held: int,
-    document: int,
-    alignment: int,
+def chunked_stage_bytes(
+    shape: Model, layout: Layout, stage: int, longest: int, held: int, document: int
 ) -> int:
-    """The longest micro-batch with chunks that fits (tokens over all context-parallel ranks, a multiple of alignment);
-    0 where none does. held, document: see chunked_bytes."""
-    room = int(memory_bytes * (1 - margin))
-    fitting = [
-        (room - _chunked_bytes(shape, layout, stage, 0, held, document))
-        // working_bytes(shape, layout, stage)
-        for stage in ends(layout)
-    ]
-    return max(0, min(fitting) * layout.context // alignment * alignment)
-
-
-def fit_document(
-    shape: Model,
-    layout: Layout,
-    memory_bytes: int,
-    *,
-    margin: float = 0.10,
-    longest: int,
-    share: int,
-) -> int:
-    """Tokens of the longest document that fits, over all context-parallel ranks; 0 where none does.
-
-    memory_bytes: of one GPU, of which the share `margin` is left free. longest: tokens of a micro-batch. share: tokens
-    of a data-parallel rank in an iteration, all of which may be in flight beside the document.
-    """
-    room = int(memory_bytes * (1 - margin))
-    fitting = []
-    for stage in ends(layout):
-        free = room - _chunked_bytes(shape, layout, stage, longest, share, 0)
-        bytes_per_token = _chunked_bytes(shape, layout, stage, 0, 1, 1) - weight_bytes(shape, layout, stage)
-        fitting.append(free // bytes_per_token * layout.context)
-    return max(0, min(fitting))
-
-
-def _chunked_bytes(shape: Model, layout: Layout, stage: int, longest: int, held: int, document: int) -> int:
+    """The same of one stage."""
     at_work, kept, keys = (-(-tokens // layout.context) for tokens in (longest, held, document))
     return (
         weight_bytes(shape, layout, stage)

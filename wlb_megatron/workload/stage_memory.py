@@ -14,7 +14,6 @@ from wlb_megatron.workload.memory import (
     ATTENDS,
     WHOLE,
     WHOLE_NET,
-    Experts,
     Layout,
     Model,
     apart_bytes,
@@ -126,7 +125,6 @@ def stage_memory(
     layers: Sequence[int | str],
     *,
     depths: int | str = 0,
-    experts: Experts | None = None,
 ) -> StageMemory:
     """What stage `stage` holds. layers: of each of its model chunks, of a HybridModel their symbols. depths: layers of
     multi-token prediction, on the last chunk of the last stage. Raises ValueError if the flags recompute no layers in
@@ -137,8 +135,7 @@ def stage_memory(
     last = is_last(layout, stage)
     further = [""] * (len(layers) - 1) + [symbols(depths) if last else ""]
     chunks = tuple(
-        _chunk(shape, layout, symbols(chunk), more, experts)
-        for chunk, more in zip(layers, further, strict=True)
+        _chunk(shape, layout, symbols(chunk), more) for chunk, more in zip(layers, further, strict=True)
     )
     held_keys = kv_elements(shape, layout) * (shape.dtype_bytes + max(4, shape.dtype_bytes))
     # cuDNN's gradients are made for rounded counts of keys: 40,844 are 65,536.
@@ -152,12 +149,12 @@ def stage_memory(
     )
 
 
-def _chunk(shape: Model, layout: Layout, layers: str, depths: str, experts: Experts | None) -> ModelChunk:
+def _chunk(shape: Model, layout: Layout, layers: str, depths: str) -> ModelChunk:
     keys = gathered_keys_bytes(shape, layout)
     first_input = spread_elements(shape.hidden, layout) * shape.dtype_bytes
-    kept = {symbol: kept_bytes_of(symbol, shape, layout, experts) for symbol in sorted({*layers, *depths})}
+    kept = {symbol: kept_bytes_of(symbol, shape, layout) for symbol in sorted({*layers, *depths})}
     further = sum(kept[symbol] for symbol in depths)
-    floor = layers_bytes(layers, shape, layout, experts)
+    floor = layers_bytes(layers, shape, layout)
     if layout.recompute_block:
         recomputed = min(layout.recompute_layers, len(layers))
         floor, switched = floor + further, 0
@@ -167,11 +164,11 @@ def _chunk(shape: Model, layout: Layout, layers: str, depths: str, experts: Expe
         # Blocks keep an input for each layer, not for each unit, and all of multi-token prediction.
         switched = recomputed * first_input + further - floor
     begins_kept = len(layers + depths) > recomputed and layout.recompute_block
-    forward = max(busy_bytes(shape, layout, experts, symbol) + keys * (symbol in ATTENDS) for symbol in kept)
+    forward = max(busy_bytes(shape, layout, symbol) + keys * (symbol in ATTENDS) for symbol in kept)
     # Gradients of a layer take what its activations do; sequence parallelism gathers an input and a gradient. Keys are
     # gathered again where they are not kept.
     at_work = forward + 2 * shape.hidden * shape.dtype_bytes + keys * (not layout.keep_keys)
-    attention = attention_bytes(layers + depths, shape, layout, experts) - keys * layout.keep_keys
+    attention = attention_bytes(layers + depths, shape, layout) - keys * layout.keep_keys
     return ModelChunk(
         layers=len(layers),
         recomputed=recomputed,
@@ -181,17 +178,16 @@ def _chunk(shape: Model, layout: Layout, layers: str, depths: str, experts: Expe
         switched=switched,
         forward=forward,
         working=max(at_work, attention),
-        remade=0 if begins_kept else unit_bytes(layers, shape, layout, experts),
+        remade=0 if begins_kept else unit_bytes(layers, shape, layout),
         keyed=keyed_layers(layers + depths),
-        unlike=() if {*layers} <= {WHOLE} else _unlike(layers, kept, shape, experts),
+        unlike=() if {*layers} <= {WHOLE} else _unlike(layers, kept, shape),
     )
 
 
-def _unlike(
-    layers: str, kept: Mapping[str, int], shape: Model, experts: Experts | None
-) -> tuple[UnlikeLayer, ...]:
+def _unlike(layers: str, kept: Mapping[str, int], shape: Model) -> tuple[UnlikeLayer, ...]:
     """The layers of a chunk of several kinds. Their parameters share out the linear work of as many whole layers as
     there are layers with attention: of *--, with 1 and twice 2 million parameters, the thousandths 200, 400 and 400."""
+    experts = shape.experts
     routed = 0 if experts is None else ffn_parameters(shape, experts.shared + experts.chosen * experts.ffn)
     parameters = {"*": attention_parameters(shape), "-": ffn_parameters(shape, shape.ffn), "E": routed}
     parameters["G"] = shape.delta_nets.work(shape.hidden) if shape.delta_nets else 0

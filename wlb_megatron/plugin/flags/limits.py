@@ -24,7 +24,7 @@ from wlb_megatron.workload.cost_model import (
 from wlb_megatron.workload.costs import MicroBatchCost
 from wlb_megatron.workload.costs import micro_batch_cost as costs_of_micro_batch
 from wlb_megatron.workload.kernel_table import h100
-from wlb_megatron.workload.memory import GIB, Model, fit_document, keys_bytes
+from wlb_megatron.workload.memory import GIB, Model, keys_bytes
 from wlb_megatron.workload.micro_batch import MICRO_BATCH_TOKENS
 
 
@@ -93,23 +93,16 @@ def gpu_memory(job: TrainingJob, *, even_with_experts: bool = False) -> GpuMemor
 
     even_with_experts: assume uneven numbers of tokens instead (workload.memory.Experts).
     """
-    experts, size = job.model.shape.experts, job.given.gpu_memory
-    if job.memory is None or (experts is not None and not even_with_experts):
+    size = job.given.gpu_memory
+    if job.memory is None or (job.model.shape.experts is not None and not even_with_experts):
         return None
     if size is None:
         bytes_here = whole_gib(torch.cuda.get_device_properties(job.device.index).total_memory)
     else:
         bytes_here = int(size * GIB)
     return GpuMemory(
-        *(
-            bytes_here,
-            fullest_stage(job, job.memory),
-            job.sizes,
-            job.batches.joined_window,
-            job.alignment,
-            job.given.memory_margin,
-        ),
-        experts=experts,
+        *(bytes_here, fullest_stage(job, job.memory), job.sizes),
+        *(job.batches.joined_window, job.alignment, job.given.memory_margin),
         layers=job.memory.patterns,
         depths=job.memory.depths,
     )
@@ -129,13 +122,9 @@ def document_memory(job: TrainingJob) -> Bound | None:
     memory = gpu_memory(job)
     if memory is None:
         return None
-    shape, layout, window = memory.shape, memory.layout, memory.window
-    fitting_tokens = fit_document(
-        *(shape, layout, memory.size),
-        margin=memory.margin,
-        longest=chunk_capacity(window, job.config.max_tokens, job.alignment),
-        share=layout.micro_batches * window,
-    )
+    shape, layout = memory.shape, memory.layout
+    longest = chunk_capacity(memory.window, job.config.max_tokens, job.alignment)
+    fitting_tokens = memory.longest_document(longest)
     kib_per_token = keys_bytes(shape, layout) / layout.context / 1024
     return Bound(
         fitting_tokens, f"memory (keys and their gradients take {kib_per_token:,.1f} KiB a token of each GPU)"
@@ -170,6 +159,5 @@ def fullest_stage(job: TrainingJob, memory: MemoryFlags) -> Model:
     return replace(
         model.shape,
         layers=memory.stage_layers + memory.depths,  # type: ignore[operator]  # both are numbers, or symbols
-        experts=None,  # GpuMemory has them
         projections=projections,
     )

@@ -286,10 +286,9 @@ def _plan(state: Recomputation, batches: Sequence[PlannedMicroBatch], decoders: 
     if state.memory is None:
         layers = [layers_of(decoder) for decoder in decoders]
         state.memory = state.gpu.stage(stage, layers)
-        if state.gpu.experts is not None:
-            balanced = replace(state.gpu, experts=replace(state.gpu.experts, imbalance=100)).stage(
-                stage, layers
-            )
+        if experts := state.gpu.shape.experts:
+            even = replace(state.gpu.shape, experts=replace(experts, imbalance=100))
+            balanced = replace(state.gpu, shape=even).stage(stage, layers)
             state.least_scale = LEAST_SCALE * balanced.chunks[0].kept // state.memory.chunks[0].kept
         state.optimizer = state.gpu.weights(stage)
     state.allocated, available = _available(state, stage)
