@@ -5,7 +5,7 @@ from itertools import product
 
 from wlb_megatron.pipeline.kept_layers import Load
 from wlb_megatron.pipeline.orders import Step
-from wlb_megatron.workload.stage_memory import ModelChunk, StageMemory
+from wlb_megatron.workload.memory import ModelChunk, StageMemory
 
 Numbers = Sequence[Sequence[int]]
 """Recomputed layers [micro-batch][model chunk]."""

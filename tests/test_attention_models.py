@@ -30,7 +30,8 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from wlb_megatron.attention.core_attention import packed_seq_params, window_of
 from wlb_megatron.plugin.model import spec
 from wlb_megatron.sharding.select import shard
-from wlb_megatron.workload.memory import Experts, Layout, Model, layer_bytes
+from wlb_megatron.workload.memory import layer_bytes
+from wlb_megatron.workload.model import Experts, Layout, Model
 
 LENGTHS = [23, 1, 30, 2, 8]
 VOCABULARY = 64

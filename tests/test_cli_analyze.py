@@ -30,7 +30,8 @@ from wlb_megatron.simulator.model import LayerModel
 from wlb_megatron.simulator.reproduction.paper import SHAPES
 from wlb_megatron.workload.assumptions import Assumptions
 from wlb_megatron.workload.cost_model import CostModel
-from wlb_megatron.workload.memory import Layout, Model, memory_needed
+from wlb_megatron.workload.memory import memory_needed
+from wlb_megatron.workload.model import Layout, Model
 
 pytestmark = pytest.mark.usefixtures("quick_thresholds")
 

@@ -15,7 +15,7 @@ from wlb_megatron.errors import WlbError
 from wlb_megatron.inspect_plans import inspect_plans
 from wlb_megatron.pipeline.kept_layers import Load, stage_orders
 from wlb_megatron.registry import SHARDINGS
-from wlb_megatron.workload.stage_memory import ModelChunk, StageMemory
+from wlb_megatron.workload.memory import ModelChunk, StageMemory
 
 Rows = list[list[int]]
 

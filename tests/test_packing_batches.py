@@ -18,7 +18,7 @@ from wlb_megatron.packing.packer import Ranks
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.plugin.flags.batch_sizes import BatchSizes, misfit
 from wlb_megatron.workload.cost_model import CostModel
-from wlb_megatron.workload.memory import Layout
+from wlb_megatron.workload.model import Layout
 
 LENGTHS = [3, 9, 1, 14, 2, 2, 16, 5, 7, 1, 12, 4, 4, 8, 16, 3]
 

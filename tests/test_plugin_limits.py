@@ -25,15 +25,8 @@ from wlb_megatron.plugin.flags.limits import (
 )
 from wlb_megatron.plugin.flags.training_job import TrainingJob
 from wlb_megatron.plugin.plans.first_lines import _of_recomputation
-from wlb_megatron.workload.memory import (
-    GIB,
-    Layout,
-    Model,
-    chunked_bytes,
-    chunks_in_flight,
-    logits_bytes,
-    memory_needed,
-)
+from wlb_megatron.workload.memory import GIB, chunked_bytes, chunks_in_flight, logits_bytes, memory_needed
+from wlb_megatron.workload.model import Layout, Model
 
 IN_ROWS = {"fp8": "hybrid", "fp8_recipe": "delayed"}
 """Micro-batches are multiples of 16 tokens."""

@@ -18,9 +18,9 @@ from wlb_megatron.plugin.micro_batches.planning import ShardSettings
 from wlb_megatron.plugin.step.rehearsal import KeptState, longest_micro_batches, rehearse, text
 from wlb_megatron.refusals import RefusedHere
 from wlb_megatron.workload.kernel_table import h100
-from wlb_megatron.workload.memory import Layout as StageLayout
-from wlb_megatron.workload.memory import Model
-from wlb_megatron.workload.stage_memory import stage_memory
+from wlb_megatron.workload.memory import stage_memory
+from wlb_megatron.workload.model import Layout as StageLayout
+from wlb_megatron.workload.model import Model
 
 
 @pytest.fixture

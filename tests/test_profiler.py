@@ -20,7 +20,7 @@ from wlb_megatron.profiler.clock import Clock
 from wlb_megatron.profiler.layer import AttentionBench, _alone, layer_step, torch_layer
 from wlb_megatron.profiler.points import GRIDS, MOST_ROWS, attention_points
 from wlb_megatron.sharding.attention_calls import attention_layout
-from wlb_megatron.workload.memory import Experts
+from wlb_megatron.workload.model import Experts
 from wlb_megatron.workload.profile import ProfiledModel, host_name, read_profile, write_profile
 
 _ARGUMENTS = """--grid tiny --backend torch --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4

@@ -15,20 +15,17 @@ from wlb_megatron.refusals import RefusedHere
 from wlb_megatron.simulator.model import LayerModel
 from wlb_megatron.workload.memory import (
     GIB,
-    DeltaNets,
-    Experts,
-    Layout,
-    Model,
+    StageMemory,
     attended_bytes,
     layer_bytes,
     layers_bytes,
     micro_batch_bytes,
-    symbols,
+    stage_memory,
     waiting_loss_bytes,
     weight_bytes,
     working_bytes,
 )
-from wlb_megatron.workload.stage_memory import StageMemory, stage_memory
+from wlb_megatron.workload.model import DeltaNets, Experts, Layout, Model, symbols
 
 TINY = Model(hidden=4, ffn=8, layers=4, heads=2, kv_heads=1, head_dim=2, vocab=16)
 FULL = Layout(recompute="full", pipeline=2)

@@ -18,7 +18,7 @@ from wlb_megatron.pipeline.kept_layers import (
 )
 from wlb_megatron.pipeline.orders import Step
 from wlb_megatron.plan import MicroBatch, Piece
-from wlb_megatron.workload.stage_memory import ModelChunk, StageMemory, UnlikeLayer
+from wlb_megatron.workload.memory import ModelChunk, StageMemory, UnlikeLayer
 
 Case = tuple[list[Step], list[Load], StageMemory]
 

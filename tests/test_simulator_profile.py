@@ -17,7 +17,7 @@ from wlb_megatron.simulator.model import LayerModel
 from wlb_megatron.workload.assumptions import Assumptions
 from wlb_megatron.workload.costs import Costs
 from wlb_megatron.workload.fit import fit
-from wlb_megatron.workload.memory import Layout
+from wlb_megatron.workload.model import Layout
 from wlb_megatron.workload.profile import FORMAT, Profile, read_profile, write_profile
 
 NOTHING_ELSE = Assumptions(tp_exposed=0.0, nvlink_latency=0.0, network_latency=0.0, nvlink_rate=1e30)

@@ -15,7 +15,7 @@ from wlb_megatron.errors import WlbError
 from wlb_megatron.plugin.flags.limits import fullest_stage
 from wlb_megatron.plugin.flags.training_job import TrainingJob
 from wlb_megatron.workload.fit import fit
-from wlb_megatron.workload.memory import DeltaNets, Experts, attention_parameters
+from wlb_megatron.workload.model import DeltaNets, Experts, attention_parameters
 from wlb_megatron.workload.profile import FORMAT, ProfiledModel, write_profile
 
 MOE = {"num_experts": 8, "moe_ffn_hidden_size": 1024, "moe_router_topk": 2}

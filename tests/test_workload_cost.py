@@ -8,12 +8,12 @@ from wlb_megatron.workload.cost_model import (
     CostModel,
     document_cost,
     latent_parameters,
-    layer_parameters,
     quadratic_at,
     with_windows,
 )
+from wlb_megatron.workload.model import Model
 
-SEVEN_BILLION = layer_parameters(4096, 4096, 4096, 11008, gated=True)
+SEVEN_BILLION = Model(hidden=4096, ffn=11008, layers=1, heads=32, kv_heads=32).layer_parameters
 
 
 def test_work_is_linear_and_quadratic_and_whole():

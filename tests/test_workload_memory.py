@@ -16,9 +16,6 @@ from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.memory_limits import GpuMemory
 from wlb_megatron.workload.memory import (
     GIB,
-    Experts,
-    Layout,
-    Model,
     attended_bytes,
     chunked_bytes,
     chunks_in_flight,
@@ -30,6 +27,7 @@ from wlb_megatron.workload.memory import (
     waiting_loss_bytes,
     weight_bytes,
 )
+from wlb_megatron.workload.model import Experts, Layout, Model
 
 SMALL = Model(hidden=8, ffn=16, layers=2, heads=2, kv_heads=1, head_dim=4, vocab=32)
 SEVEN_B = Model(

@@ -11,7 +11,7 @@ from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
 from wlb_megatron.simulator.job import DEFAULT_GIB, Job
 from wlb_megatron.simulator.model import LayerModel
-from wlb_megatron.workload.memory import Layout
+from wlb_megatron.workload.model import Layout
 
 VIRTUAL = (1, 2, 3, 4, 6, 8)
 """Model chunks of a stage that are tried, where they divide its layers."""

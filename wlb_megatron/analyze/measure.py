@@ -14,7 +14,7 @@ from wlb_megatron.plan import IterationPlan
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.simulator.iteration import Orders, Shards, Simulated
 from wlb_megatron.workload.cost_model import UNITS_PER_TOKEN, CostModel
-from wlb_megatron.workload.memory import Layout
+from wlb_megatron.workload.model import Layout
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,19 +14,18 @@ from wlb_megatron.workload.memory import (
     GIB,
     LEAST,
     MOST,
-    Layout,
-    Model,
+    StageMemory,
     chunked_bytes,
     chunked_stage_bytes,
     ends,
     memory_needed,
     micro_batches_in_flight,
-    symbols,
+    stage_memory,
     token_bytes,
     weight_bytes,
     working_bytes,
 )
-from wlb_megatron.workload.stage_memory import StageMemory, stage_memory
+from wlb_megatron.workload.model import Layout, Model, symbols
 
 LEAST_CHUNK = 8
 """A micro-batch with chunks has at least a window divided by this, so that fixed costs of kernels and hosts stay

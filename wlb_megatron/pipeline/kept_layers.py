@@ -21,7 +21,7 @@ import numpy.typing as npt
 from wlb_megatron.pipeline.orders import Step, documents_in_chunks, grouped_orders
 from wlb_megatron.plan import MicroBatch
 from wlb_megatron.workload.cost_model import UNITS_PER_TOKEN
-from wlb_megatron.workload.stage_memory import StageMemory
+from wlb_megatron.workload.memory import StageMemory
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]

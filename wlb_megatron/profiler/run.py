@@ -84,7 +84,7 @@ def profile(
         "format": FORMAT,
         "settings": settings,
         "layer": parts.layer_source,
-        "layer_parameters": model.layer_parameters,
+        "layer_parameters": model.rank_parameters_passed,
         "seconds": round(time.perf_counter() - begin, 1),
         "samples": list(samples.values()),
     }

@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 
 from wlb_megatron.workload.assumptions import Assumptions
 from wlb_megatron.workload.costs import Costs
-from wlb_megatron.workload.memory import Model
+from wlb_megatron.workload.model import Model
 from wlb_megatron.workload.profile import Profile
 
 DEFAULTS = Assumptions()
@@ -25,7 +25,7 @@ def calibrated(assumptions: Assumptions, profile: Profile) -> Assumptions:
     products = sum(costs.layer.slope()) - elements
     adjusted = assumptions
     if products > 0:
-        adjusted = replace(adjusted, matmul_rate=3 * 2 * model.layer_parameters / products * 1e9)
+        adjusted = replace(adjusted, matmul_rate=3 * 2 * model.rank_parameters_passed / products * 1e9)
     adjusted = with_links(adjusted, costs)
     users = {f.name: getattr(assumptions, f.name) for f in fields(assumptions)}
     return replace(
@@ -43,14 +43,5 @@ def with_links(assumptions: Assumptions, costs: Costs | None) -> Assumptions:
 
 def profiled_shape(profile: Profile, layers: int) -> Model:
     """The profiled model with this many layers."""
-    model = profile.model
-    return Model(
-        layers=layers,
-        hidden=model.hidden,
-        heads=model.heads,
-        kv_heads=model.kv_heads,
-        ffn=model.ffn,
-        vocab=model.vocab,
-        head_dim=model.head_dim,
-        gated=model.gated,
-    )
+    sizes = {part.name: getattr(profile.model, part.name) for part in fields(Model)}
+    return Model(**sizes | {"layers": layers, "experts": None})

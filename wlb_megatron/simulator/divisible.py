@@ -6,7 +6,7 @@ import argparse
 
 from wlb_megatron.bounds import check_heads
 from wlb_megatron.errors import WlbError
-from wlb_megatron.workload.memory import Model
+from wlb_megatron.workload.model import Model
 
 
 def check_divisible(shape: Model, args: argparse.Namespace) -> None:

@@ -35,9 +35,9 @@ from wlb_megatron.simulator.model import LayerModel
 from wlb_megatron.simulator.plan_times import Kept, PlanTimes
 from wlb_megatron.workload.cost_model import CostModel, document_cost, quadratic_at
 from wlb_megatron.workload.kernel_table import h100
-from wlb_megatron.workload.memory import GIB, WHOLE
+from wlb_megatron.workload.memory import GIB, StageMemory
+from wlb_megatron.workload.model import WHOLE
 from wlb_megatron.workload.profile import Profile
-from wlb_megatron.workload.stage_memory import StageMemory
 
 DEFAULT_GIB = 80.0
 """GPU memory for which `analyze` says what fits, if no flag gives one."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from wlb_megatron.bounds import RANKS, SEED, check_heads, real, whole
 from wlb_megatron.config import WlbConfig
@@ -22,7 +22,7 @@ from wlb_megatron.simulator.reproduction.paper import SHAPES
 from wlb_megatron.simulator.reproduction.reproduce_command import add_assumptions, read_assumptions
 from wlb_megatron.workload.assumptions import Assumptions
 from wlb_megatron.workload.cost_model import latent_parameters
-from wlb_megatron.workload.memory import RECOMPUTE, DeltaNets, Experts, Layout, Model
+from wlb_megatron.workload.model import RECOMPUTE, DeltaNets, Experts, Layout, Model
 from wlb_megatron.workload.profile import Profile, ProfiledModel
 
 ITERATIONS, FEWEST, WARM_UP = 100, 4, 16
@@ -557,20 +557,9 @@ def profiled_model(args: argparse.Namespace) -> ProfiledModel:
         args.num_query_groups = None  # Megatron ignores it then
     dense = read_shape(args)
     check_heads(dense.heads, dense.kv_heads, hidden=None if args.kv_channels else dense.hidden, tp=args.tp)
-    shape = activated(dense, args)
-    return ProfiledModel(
-        hidden=shape.hidden,
-        ffn=shape.ffn,
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        vocab=shape.vocab,
-        gated=shape.gated,
-        tp=args.tp,
-        cp=args.cp,
-        fused=args.gradient_accumulation_fusion,
-        experts=read_experts(dense, args),
-    )
+    spread = {"tp": args.tp, "cp": args.cp, "fused": args.gradient_accumulation_fusion}
+    sizes = asdict(activated(dense, args)) | {"layers": 1, "experts": read_experts(dense, args)}
+    return ProfiledModel(**sizes, **spread)
 
 
 def read_experts(dense: Model, args: argparse.Namespace) -> Experts | None:

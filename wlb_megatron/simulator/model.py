@@ -20,8 +20,8 @@ from wlb_megatron.workload.assumptions import Assumptions
 from wlb_megatron.workload.cost_model import CostModel, backward_over_forward
 from wlb_megatron.workload.costs import Costs, micro_batch_cost
 from wlb_megatron.workload.kernel_table import KernelTable, h100
-from wlb_megatron.workload.memory import RECOMPUTE, Layout, Model, ffn_parameters
 from wlb_megatron.workload.micro_batch import EXPERT_NS, EXPERTS_NS, LAUNCH_NS, chunk_ns, stage_launch_ns
+from wlb_megatron.workload.model import RECOMPUTE, Layout, Model, ffn_parameters
 
 FloatArray = npt.NDArray[np.float64]
 EXCHANGE_LAUNCH = 200_000.0

@@ -76,17 +76,12 @@ ATTENTION_RATE = 0.7
 """Assumed rate of attention kernels over that of matrix products (about 450 against 650 TFLOP/s on an H100)."""
 
 
-def layer_parameters(hidden: int, query: int, key: int, ffn: int, *, gated: bool) -> int:
-    """Weights of a layer's matrix products. hidden, ffn: widths; query, key: heads x channels (fewer under GQA)."""
-    return hidden * (2 * query + 2 * key) + (3 if gated else 2) * hidden * ffn
-
-
 def quadratic_at(query: int, parameters: int) -> float:
     """Document length at which a layer's attention costs as much as its matrix products.
 
     `query` is heads x channels, `parameters` a layer's. Forward + backward FLOPs: attention 3.5 * 2 * d*d * query (the
     causal half of two products, the backward 2.5 times the forward), everything else 3 * 2 * d * parameters.
-    A 7B shape (4096, 4096, 4096, 11008, gated) gives 29.6K tokens.
+    A 7B shape (hidden 4096, ffn 11008, gated) gives 29.6K tokens.
     """
     return 3 * parameters * ATTENTION_RATE / (3.5 * query)
 
@@ -94,7 +89,7 @@ def quadratic_at(query: int, parameters: int) -> float:
 def latent_parameters(
     hidden: int, heads: int, query_rank: int, key_rank: int, dims: tuple[int, int, int]
 ) -> int:
-    """Weights of a layer of multi-latent attention, as layer_parameters' without its feed-forward part.
+    """Weights of a layer of multi-latent attention.
 
     Ranks are those of compressed queries (0 if they are not) and of keys with values. `dims` are channels of a head
     without positions, with positions, of values. 7168, 128 heads, ranks 1536 and 512, dims 128 64 128: 187M.

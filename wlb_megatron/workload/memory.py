@@ -1,4 +1,4 @@
-"""Computes Lmax from memory: the longest micro-batch that a model can train on a parallel layout.
+"""Bytes of a model on a layout: for Lmax of the fullest GPU, for plans of recomputation of each model chunk.
 
 Everything is counted in whole bytes. Where a plan decides, the count is an upper bound: every micro-batch in flight
 is as long as Lmax, and every rank needs all keys. Per layer this is the formula of arXiv 2205.05198 (Korthikanti et
@@ -14,205 +14,28 @@ fragmentation, rotary tables, biases.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
 
-RECOMPUTE = ("none", "selective", "full")
+from wlb_megatron.workload.model import (
+    ATTENDS,
+    WHOLE,
+    WHOLE_NET,
+    Layout,
+    Model,
+    attention_parameters,
+    ffn_parameters,
+    keyed_layers,
+    layer_count,
+    symbols,
+)
+
 LEAST, MOST = (5, 4), 4
 """Windows of the shortest Lmax that packs uncut documents (a ratio), and of the longest that is of use."""
 
 GIB = 1 << 30
-
-WHOLE = "T"
-"""A layer of attention and a feed-forward part, as a GPTModel's are, beside the symbols of a HybridModel's pattern."""
-
-WHOLE_NET = "N"
-"""The same with a gated delta net (G) in place of attention."""
-
-ATTENDS = f"*{WHOLE}"
-"""The layers that have keys."""
-
-
-@dataclass(frozen=True, slots=True)
-class Experts:
-    """Experts of every layer.
-
-    Args:
-        count: How many a layer has.
-        ffn: Width of one, which replaces Model.ffn for memory.
-        parallel: expert_model_parallel_size.
-        tensor: expert_tensor_parallel_size.
-        chosen: Experts that a token passes (moe_router_topk).
-        imbalance: Assumed tokens of the fullest rank's experts over the mean, in percent.
-        shared: Width of the shared experts, which every token passes.
-        dense_layers: How many of the model's layers have no experts. They count in the sum of parameters alone.
-    """
-
-    count: int
-    ffn: int
-    parallel: int = 1
-    tensor: int = 1
-    chosen: int = 2
-    imbalance: int = 150
-    shared: int = 0
-    dense_layers: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class DeltaNets:
-    """Gated delta nets of a model.
-
-    Args:
-        layers: How many the model has.
-        key_heads: Heads of queries and keys.
-        value_heads: Heads of values, of states and of the output.
-        key_dim: Channels of a query or key head.
-        value_dim: Channels of a value head.
-        width: Tokens that the convolution sees.
-    """
-
-    layers: int
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-    width: int = 4
-
-    @property
-    def keys(self) -> int:
-        """Channels of all query heads, and of all key heads."""
-        return self.key_heads * self.key_dim
-
-    @property
-    def values(self) -> int:
-        """Channels of all value heads."""
-        return self.value_heads * self.value_dim
-
-    @property
-    def state(self) -> int:
-        """Elements of all heads' states."""
-        return self.values * self.key_dim
-
-    def parameters(self, hidden: int) -> int:
-        """Weights of a layer."""
-        projections = hidden * (2 * self.keys + 3 * self.values + 2 * self.value_heads)
-        return projections + self.width * (2 * self.keys + self.values)
-
-    def work(self, hidden: int) -> int:
-        """Multiplications of a token in a layer's forward; Megatron, too, counts a state four times."""
-        return self.parameters(hidden) + 4 * self.state
-
-    def elements(self) -> int:
-        """What a layer keeps of a token for its backward: the convolution's input and output, normalized and repeated
-        queries and keys, values, gates, the rule's output and chunks of 64 tokens, and the norm's two outputs."""
-        mixed = 2 * self.keys + self.values
-        repeated = 2 * self.value_heads * self.key_dim
-        return 2 * mixed + 2 * self.keys + repeated + 5 * self.values + CHUNK * self.value_heads
-
-    def elements_at_work(self) -> int:
-        """What the layer at work holds besides: exchanged rows in two orders; states and their gradients of each chunk
-        of 64 tokens."""
-        rows = 2 * self.keys + 2 * self.values + 2 * self.value_heads
-        return 2 * rows + 2 * self.state // CHUNK
-
-
-CHUNK = 64
-"""Tokens over which the rule of a gated delta net is computed at once."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
-    """A GPT, or one pipeline stage of it, in Megatron's arguments:
-
-    hidden: hidden_size. ffn: ffn_hidden_size; where times are predicted, the width of the experts that a token passes.
-    layers: num_layers; for memory those of the fullest pipeline stage, all its virtual stages together (rounded up); of
-    a HybridModel their symbols, such as "*-|*E" of two virtual stages, of which each is attention, an MLP or experts
-    alone. heads: num_attention_heads. kv_heads: num_query_groups under group_query_attention, else heads. head_dim:
-    kv_channels, 0 for hidden / heads. vocab: padded_vocab_size. gated: swiglu. tied: not
-    untie_embeddings_and_output_weights. dropout: hidden_dropout > 0. dtype_bytes: 2 with bf16 or fp16, else 4.
-    losses: 1 + mtp_num_layers of each token; each has logits. experts: those of every layer; how many tokens they get
-    is assumed.
-    projections: weights of a layer's attention where heads do not say them (multi-latent attention).
-    delta_nets: those of layers G and N.
-    """
-
-    hidden: int
-    ffn: int
-    layers: int | str
-    heads: int
-    kv_heads: int
-    head_dim: int = 0
-    vocab: int = 128_256
-    gated: bool = True
-    tied: bool = False
-    dropout: bool = False
-    dtype_bytes: int = 2
-    losses: int = 1
-    experts: Experts | None = None
-    projections: int | None = None
-    delta_nets: DeltaNets | None = None
-
-    def __post_init__(self) -> None:
-        if not self.head_dim:
-            object.__setattr__(self, "head_dim", self.hidden // self.heads)
-        _check_positive(self)
-
-    @property
-    def layer_parameters(self) -> int:
-        """Weights of a layer that a token passes, with its share of gated delta nets."""
-        parameters = attention_parameters(self) + ffn_parameters(self, self.ffn)
-        if nets := self.delta_nets:
-            parameters += nets.work(self.hidden) * nets.layers // layer_count(self.layers)
-        return parameters
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """How the model is spread, in Megatron's arguments:
-
-    tensor, context, pipeline: ..._model_parallel_size (context_parallel_size). data: data_parallel_size. sequence:
-    sequence_parallel. virtual: virtual_pipeline_model_parallel_size or 1. group: micro-batches that pass one virtual
-    stage before the next (microbatch_group_size_per_vp_stage); None: as many as stages. micro_batches:
-    global_batch_size / data.
-    distributed_optimizer: use_distributed_optimizer (its states are spread over data x context ranks).
-    fully_sharded: FSDP spreads weights and gradients over them too. losses_in_forward: with documents in chunks, losses
-    do not wait for their backward; so with FSDP of either kind, whatever it spreads (plugin/step/deferred_losses.py).
-    recompute: recompute_granularity or "none"; "selective" counts core attention only. recompute_layers:
-    recompute_num_layers or 1. recompute_block: recompute_method is "block". keep_keys: exchanged keys are saved for
-    backward (attention's option), or exchanged again. reduce_overlaps, gather_overlaps: overlap_grad_reduce,
-    overlap_param_gather.
-    """
-
-    tensor: int = 1
-    context: int = 1
-    pipeline: int = 1
-    data: int = 1
-    virtual: int = 1
-    group: int | None = None
-    micro_batches: int = 1
-    sequence: bool = False
-    distributed_optimizer: bool = False
-    fully_sharded: bool = False
-    losses_in_forward: bool = False
-    recompute: str = "none"
-    recompute_layers: int = 1
-    recompute_block: bool = False
-    keep_keys: bool = True
-    reduce_overlaps: bool = True
-    gather_overlaps: bool = True
-
-    def __post_init__(self) -> None:
-        if self.recompute not in RECOMPUTE:
-            raise ValueError(f"unknown recompute {self.recompute!r}; choose {', '.join(RECOMPUTE)}")
-        _check_positive(self)
-
-    @property
-    def gpus(self) -> int:
-        return self.tensor * self.context * self.pipeline * self.data
-
-    @property
-    def micro_step_multiple(self) -> int:
-        """The interleaved schedule takes micro-batches by groups of this many; 1F1B any number."""
-        return 1 if self.virtual == 1 else self.group or self.pipeline
 
 
 def memory_needed(shape: Model, layout: Layout, tokens: int) -> int:
@@ -265,16 +88,6 @@ def _layer_counts(shape: Model) -> tuple[int, int, int]:
     )
     with_experts = (whole + net) * (shape.experts is not None)
     return whole + attention, dense + whole + net - with_experts, routed + with_experts
-
-
-def attention_parameters(shape: Model) -> int:
-    """Weights of a layer's attention."""
-    return shape.projections or 2 * shape.hidden * shape.head_dim * (shape.heads + shape.kv_heads)
-
-
-def ffn_parameters(shape: Model, ffn: int) -> int:
-    """Weights of an MLP of this width."""
-    return (3 if shape.gated else 2) * shape.hidden * ffn
 
 
 def _state_bytes(parameters: int, copies: int, shape: Model, layout: Layout) -> int:
@@ -405,21 +218,6 @@ def model_chunks(shape: Model, layout: Layout) -> list[str]:
     if isinstance(shape.layers, str):
         return shape.layers.split("|")
     return [symbols(-(-shape.layers // layout.virtual))]
-
-
-def symbols(layers: int | str) -> str:
-    """These layers by their symbols: 3 of a GPTModel are "TTT"."""
-    return layers if isinstance(layers, str) else WHOLE * layers
-
-
-def layer_count(layers: int | str) -> int:
-    """How many layers these are: 4 of "*-|*E"."""
-    return len(symbols(layers).replace("|", ""))
-
-
-def keyed_layers(layers: int | str) -> int:
-    """Those of these layers that have keys."""
-    return sum(symbols(layers).count(symbol) for symbol in ATTENDS)
 
 
 def chunk_bytes(shape: Model, layout: Layout) -> int:
@@ -561,8 +359,165 @@ def chunked_stage_bytes(
     )
 
 
-def _check_positive(sizes: Model | Layout) -> None:
-    for field in fields(sizes):
-        value = getattr(sizes, field.name)
-        if isinstance(value, int) and not isinstance(value, bool) and value < 1:
-            raise ValueError(f"{field.name} must be at least 1, got {value}")
+class UnlikeLayer(NamedTuple):
+    """A layer of a HybridModel, which is attention, an MLP or experts alone.
+
+    Args:
+        kept: bytes for each token held, if it is not recomputed.
+        linear: thousandths of the linear work of a layer that is attention and a feed-forward part.
+        attends: The work that grows with the square of a document's length is this layer's.
+    """
+
+    kept: int
+    linear: int
+    attends: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelChunk:
+    """One model chunk (virtual stage) of a pipeline stage, in bytes for each token held of a micro-batch.
+
+    Args:
+        layers: How many the chunk has.
+        recomputed: How many of them the user's flags recompute.
+        kept: Bytes of a layer that is kept, the largest if they differ.
+        input: Bytes of a layer that is recomputed alone.
+        floor: Bytes of all layers by the user's flags.
+        switched: Bytes that the first layer kept beyond the flags adds besides, because another method of recomputation
+            then runs (uniform units, multi-token prediction).
+        forward: Bytes of the layer at work in a forward.
+        working: The same in a backward.
+        remade: Bytes that a backward by the flags needs beside `working` if it begins with recomputed layers, which
+            keep them until it has passed. One that begins with a kept layer has freed it before a layer is made again.
+        keyed: Layers with keys, those of multi-token prediction among them.
+        unlike: Every layer in order, if they differ.
+    """
+
+    layers: int
+    recomputed: int
+    kept: int
+    input: int
+    floor: int
+    switched: int = 0
+    forward: int = 0
+    working: int = 0
+    remade: int = 0
+    keyed: int = 0
+    unlike: tuple[UnlikeLayer, ...] = ()
+
+    def more(self) -> list[int]:
+        """Bytes for each token held that 0, 1, .. of the recomputed layers add if they are kept, the last one first."""
+        if not self.unlike:
+            return [number * (self.kept - self.input) for number in range(self.recomputed + 1)]
+        kept = [layer.kept - self.input for layer in self.unlike[: self.recomputed]]
+        return [0, *accumulate(reversed(kept))]
+
+    def saved(self) -> list[tuple[int, int]]:
+        """Thousandths of a micro-batch's linear and quadratic work that keeping 0, 1, .. of these layers saves."""
+        if not self.unlike:
+            return [(1000 * number, 1000 * number) for number in range(self.recomputed + 1)]
+        layers = self.unlike[: self.recomputed][::-1]
+        linear = accumulate(layer.linear for layer in layers)
+        return [(0, 0), *zip(linear, accumulate(1000 * layer.attends for layer in layers), strict=True)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageMemory:
+    """A pipeline stage, in bytes for each token held.
+
+    Args:
+        chunks: Its model chunks.
+        ends: Bytes outside the layers (token ids, what waits for a deferred loss).
+        loss: Bytes of logits and loss at work.
+        keys: Bytes of each layer, for a token of a document in chunks, whose keys later chunks read.
+        attended: Bytes that a layer at work needs for each earlier token of such a document.
+    """
+
+    chunks: tuple[ModelChunk, ...]
+    ends: int = 0
+    loss: int = 0
+    keys: int = 0
+    attended: int = 0
+
+
+def stage_memory(
+    shape: Model,
+    layout: Layout,
+    stage: int,
+    layers: Sequence[int | str],
+    *,
+    depths: int | str = 0,
+) -> StageMemory:
+    """What stage `stage` holds. layers: of each of its model chunks, of a HybridModel their symbols. depths: layers of
+    multi-token prediction, on the last chunk of the last stage. Raises ValueError if the flags recompute no layers in
+    full.
+    """
+    if layout.recompute != "full":
+        raise ValueError(f"recomputation of {layout.recompute!r} has no number of layers to plan")
+    last = is_last(layout, stage)
+    further = [""] * (len(layers) - 1) + [symbols(depths) if last else ""]
+    chunks = tuple(
+        _chunk(shape, layout, symbols(chunk), more) for chunk, more in zip(layers, further, strict=True)
+    )
+    held_keys = kv_elements(shape, layout) * (shape.dtype_bytes + max(4, shape.dtype_bytes))
+    # cuDNN's gradients are made for rounded counts of keys: 40,844 are 65,536.
+    apart = 3 * layout.context * apart_bytes(shape, layout) // 2
+    return StageMemory(
+        chunks=chunks,
+        ends=ends_bytes(shape, layout, stage) + waiting_loss_bytes(shape, layout, stage),
+        loss=output_bytes(shape, layout) if last else 0,
+        keys=held_keys,
+        attended=attended_bytes(shape, layout) + apart,
+    )
+
+
+def _chunk(shape: Model, layout: Layout, layers: str, depths: str) -> ModelChunk:
+    keys = gathered_keys_bytes(shape, layout)
+    first_input = spread_elements(shape.hidden, layout) * shape.dtype_bytes
+    kept = {symbol: kept_bytes_of(symbol, shape, layout) for symbol in sorted({*layers, *depths})}
+    further = sum(kept[symbol] for symbol in depths)
+    floor = layers_bytes(layers, shape, layout)
+    if layout.recompute_block:
+        recomputed = min(layout.recompute_layers, len(layers))
+        floor, switched = floor + further, 0
+    else:
+        recomputed = len(layers)
+        floor += len(depths) * first_input
+        # Blocks keep an input for each layer, not for each unit, and all of multi-token prediction.
+        switched = recomputed * first_input + further - floor
+    begins_kept = len(layers + depths) > recomputed and layout.recompute_block
+    forward = max(busy_bytes(shape, layout, symbol) + keys * (symbol in ATTENDS) for symbol in kept)
+    # Gradients of a layer take what its activations do; sequence parallelism gathers an input and a gradient. Keys are
+    # gathered again where they are not kept.
+    at_work = forward + 2 * shape.hidden * shape.dtype_bytes + keys * (not layout.keep_keys)
+    attention = attention_bytes(layers + depths, shape, layout) - keys * layout.keep_keys
+    return ModelChunk(
+        layers=len(layers),
+        recomputed=recomputed,
+        kept=max(kept.values()),
+        input=first_input,
+        floor=floor,
+        switched=switched,
+        forward=forward,
+        working=max(at_work, attention),
+        remade=0 if begins_kept else unit_bytes(layers, shape, layout),
+        keyed=keyed_layers(layers + depths),
+        unlike=() if {*layers} <= {WHOLE} else _unlike(layers, kept, shape),
+    )
+
+
+def _unlike(layers: str, kept: Mapping[str, int], shape: Model) -> tuple[UnlikeLayer, ...]:
+    """The layers of a chunk of several kinds. Their parameters share out the linear work of as many whole layers as
+    there are layers with attention: of *--, with 1 and twice 2 million parameters, the thousandths 200, 400 and 400."""
+    experts = shape.experts
+    routed = 0 if experts is None else ffn_parameters(shape, experts.shared + experts.chosen * experts.ffn)
+    parameters = {"*": attention_parameters(shape), "-": ffn_parameters(shape, shape.ffn), "E": routed}
+    parameters["G"] = shape.delta_nets.work(shape.hidden) if shape.delta_nets else 0
+    feed_forward = parameters["-" if experts is None else "E"]
+    parameters |= {WHOLE: parameters["*"] + feed_forward, WHOLE_NET: parameters["G"] + feed_forward}
+    total = sum(parameters[symbol] for symbol in layers)
+    attention = max(1, keyed_layers(layers))
+    return tuple(
+        UnlikeLayer(kept[symbol], 1000 * attention * parameters[symbol] // total, symbol in ATTENDS)
+        for symbol in layers
+    )

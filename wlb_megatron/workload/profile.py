@@ -12,32 +12,23 @@ from typing import Any
 from wlb_megatron.errors import WlbError
 from wlb_megatron.whole_files import write_whole
 from wlb_megatron.workload.costs import Costs
-from wlb_megatron.workload.memory import Experts
+from wlb_megatron.workload.model import Experts, Model, ffn_parameters
 
 FORMAT = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProfiledModel:
-    """Shape of a GPT's layers, in Megatron's arguments, and the layout it is measured for.
+class ProfiledModel(Model):
+    """One layer of a model, on a rank of the layout it is measured for.
 
-    hidden: hidden_size. ffn: ffn_hidden_size, with experts the width of those that a token passes. heads:
-    num_attention_heads. kv_heads: num_query_groups. head_dim: kv_channels. vocab: padded vocabulary. gated: swiglu. tp,
-    cp: sizes of tensor and context parallelism. fused: gradients are added to fp32 ones inside the matrix products
-    (gradient_accumulation_fusion). experts: of every layer; None: a dense model.
+    ffn: with experts the width of those that a token passes. tp, cp: sizes of tensor and context parallelism. fused:
+    gradients are added to fp32 ones inside the matrix products (gradient_accumulation_fusion).
     """
 
-    hidden: int
-    ffn: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-    gated: bool = True
+    layers: int | str = 1
     tp: int = 1
     cp: int = 1
     fused: bool = False
-    experts: Experts | None = None
 
     @classmethod
     def from_dict(cls, sizes: dict[str, Any]) -> ProfiledModel:
@@ -46,9 +37,7 @@ class ProfiledModel:
         return cls(**{**sizes, "experts": experts and Experts(**experts)})
 
     def __post_init__(self) -> None:
-        for name in ("hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab", "tp", "cp"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        Model.__post_init__(self)
         if self.heads % self.kv_heads or self.heads % self.tp or self.ffn % self.tp:
             raise ValueError(
                 f"{self.heads} heads, {self.kv_heads} key-value heads and ffn {self.ffn} do not divide by each other "
@@ -76,28 +65,24 @@ class ProfiledModel:
         return self.hidden * self.head_dim * 2 * (self.rank_heads + self.rank_kv_heads)
 
     @property
-    def layer_parameters(self) -> int:
+    def rank_parameters_passed(self) -> int:
         """Weights of one tensor-parallel rank that a token passes."""
-        return self._attention_parameters + (3 if self.gated else 2) * self.hidden * self.ffn // self.tp
+        return self._attention_parameters + ffn_parameters(self, self.ffn) // self.tp
 
     @property
     def rank_experts(self) -> int:
         """Experts that are measured: this rank's, or as many as a token chooses if it has fewer."""
-        return (
-            0
-            if self.experts is None
-            else max(self.experts.count // self.experts.parallel, self.experts.chosen)
-        )
+        experts = self.experts
+        return 0 if experts is None else max(experts.count // experts.parallel, experts.chosen)
 
     @property
     def rank_parameters(self) -> int:
         """Weights of the measured layer, which the optimizer updates."""
         experts = self.experts
         if experts is None:
-            return self.layer_parameters
+            return self.rank_parameters_passed
         width = (self.rank_experts * experts.ffn + experts.shared) // experts.tensor
-        mlp = self.hidden * ((3 if self.gated else 2) * width + self.rank_experts)
-        return self._attention_parameters + mlp
+        return self._attention_parameters + ffn_parameters(self, width) + self.hidden * self.rank_experts
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,8 +24,9 @@ from wlb_megatron.workload.cost_model import (
 from wlb_megatron.workload.costs import MicroBatchCost
 from wlb_megatron.workload.costs import micro_batch_cost as costs_of_micro_batch
 from wlb_megatron.workload.kernel_table import h100
-from wlb_megatron.workload.memory import GIB, Model, keys_bytes
+from wlb_megatron.workload.memory import GIB, keys_bytes
 from wlb_megatron.workload.micro_batch import MICRO_BATCH_TOKENS
+from wlb_megatron.workload.model import Model
 
 
 def complete(job: TrainingJob) -> WlbConfig:
@@ -91,7 +92,7 @@ def gpu_memory(job: TrainingJob, *, even_with_experts: bool = False) -> GpuMemor
 
     None also with experts, because the number of tokens of one is not known.
 
-    even_with_experts: assume uneven numbers of tokens instead (workload.memory.Experts).
+    even_with_experts: assume uneven numbers of tokens instead (workload.model.Experts).
     """
     size = job.given.gpu_memory
     if job.memory is None or (job.model.shape.experts is not None and not even_with_experts):
@@ -151,7 +152,7 @@ def adoptable_tokens(job: TrainingJob) -> int:
 
 
 def fullest_stage(job: TrainingJob, memory: MemoryFlags) -> Model:
-    """The model of which a stage holds most layers, in workload.memory's terms."""
+    """The model of which a stage holds most layers, in workload.model's terms."""
     model = job.model
     projections = model.shape.projections  # those of all tensor-parallel ranks together
     if projections is not None:

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from wlb_megatron.refusals import delta_nets
-from wlb_megatron.workload.cost_model import latent_parameters, layer_parameters
-from wlb_megatron.workload.memory import WHOLE, WHOLE_NET, DeltaNets, Experts, Model
+from wlb_megatron.workload.cost_model import latent_parameters
+from wlb_megatron.workload.model import WHOLE, WHOLE_NET, DeltaNets, Experts, Model
 
 LARGE_VOCABULARY = 131072
 """Assumed where only the tokenizer knows, which is built after the flags are checked."""
@@ -109,14 +109,7 @@ class TrainedModel:
     @property
     def layer_parameters(self) -> int:
         """Weights of a layer's matrix products that a token passes."""
-        shape = self.shape
-        query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        if shape.projections is not None:
-            query = key = 0
-        parameters = layer_parameters(shape.hidden, query, key, self.active_ffn, gated=shape.gated)
-        if nets := shape.delta_nets:
-            parameters += nets.work(shape.hidden) * nets.layers // self.layers
-        return parameters + (shape.projections or 0)
+        return self.shape.parameters_with(self.active_ffn)
 
 
 def layer_symbols(args: Any) -> str:

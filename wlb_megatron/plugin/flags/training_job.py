@@ -22,7 +22,7 @@ from wlb_megatron.plugin.flags.versions import megatron_version
 from wlb_megatron.refusals import delta_nets, one_length
 from wlb_megatron.sharding.alignment import multiple
 from wlb_megatron.workload.costs import Costs
-from wlb_megatron.workload.memory import Layout
+from wlb_megatron.workload.model import Layout
 from wlb_megatron.workload.profile import Profile, read_profile
 
 

@@ -32,8 +32,8 @@ from wlb_megatron.plugin.micro_batches.planning import PlannedMicroBatch
 from wlb_megatron.plugin.model.delta_nets import is_delta_net
 from wlb_megatron.plugin.stores import common_store
 from wlb_megatron.refusals import RefusedHere
-from wlb_megatron.workload.memory import GIB, WHOLE, WHOLE_NET
-from wlb_megatron.workload.stage_memory import StageMemory
+from wlb_megatron.workload.memory import GIB, StageMemory
+from wlb_megatron.workload.model import WHOLE, WHOLE_NET
 
 LEAST_SCALE = 800
 """Measured over estimated memory is taken to be at least this many thousandths: another step may hold other things.

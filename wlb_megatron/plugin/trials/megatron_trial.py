@@ -35,7 +35,7 @@ from wlb_megatron.plugin.micro_batches.loaded import DocumentRows
 from wlb_megatron.plugin.model.delta_nets import AtDocuments, Running, exact_rule, kernels
 from wlb_megatron.refusals import Refused, RefusedHere
 from wlb_megatron.registry import USUAL_KERNELS
-from wlb_megatron.workload.memory import DeltaNets
+from wlb_megatron.workload.model import DeltaNets
 
 RANKS = 2
 """Context-parallel ranks of the check."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from wlb_megatron.workload.memory import Layout, Model
+from wlb_megatron.workload.model import Layout, Model
 
 K = 1024
 
