@@ -39,8 +39,11 @@ def holds_whole(config: WlbConfig, window: int, alignment: int = 1) -> bool:
 
 
 class ChunkChoice(NamedTuple):
+    """Whether documents train in chunks, and why. ratio: the step in chunks over that with whole documents."""
+
     chunks: bool
     why: str
+    ratio: float = 1.0
 
 
 def with_chunks(limits: Limits, max_tokens: int | None, alignment: int) -> Limits:
@@ -93,8 +96,8 @@ def choose_chunks(job: PackingJob, limits: Limits, make_whole: Whole) -> ChunkCh
             and config.cp_mode == "fixed"
         ):
             prediction = _predicted(job, job.sample, limits, make_whole)
-            lost = f"; chunks would shorten the predicted step by {1 - prediction.gain:.0%}"
-            lost = lost if prediction.pays else "; chunks would bring nothing"
+            lost = f"; chunks would shorten the predicted step by {1 - prediction.ratio:.0%}"
+            lost = lost if prediction.chunks else "; chunks would bring nothing"
         return ChunkChoice(False, f"not with {flag}{lost}")
     if config.chunks == "on":
         return ChunkChoice(True, "--wlb-chunks on")
@@ -106,19 +109,10 @@ def choose_chunks(job: PackingJob, limits: Limits, make_whole: Whole) -> ChunkCh
         return ChunkChoice(False, "there is no pipeline to fill")
     if not job.sample:
         return ChunkChoice(False, "no documents to predict from")
-    prediction = _predicted(job, job.sample, limits, make_whole)
-    return ChunkChoice(prediction.pays, prediction.why)
+    return _predicted(job, job.sample, limits, make_whole)
 
 
-class _Predicted(NamedTuple):
-    """gain: the step in chunks over that with whole documents."""
-
-    pays: bool
-    gain: float
-    why: str
-
-
-def _predicted(job: PackingJob, sample: Sequence[int], limits: Limits, make_whole: Whole) -> _Predicted:
+def _predicted(job: PackingJob, sample: Sequence[int], limits: Limits, make_whole: Whole) -> ChunkChoice:
     """See choose_chunks."""
     cost, ranks, times = job.cost, job.ranks, job.times
     lengths = sampled(sample)
@@ -138,15 +132,12 @@ def _predicted(job: PackingJob, sample: Sequence[int], limits: Limits, make_whol
             step_over_ideal(lengths, tokens, packer, cost.per_earlier_key) for packer in packers
         )
         pays = cut_time <= (PAYS if ranks.rooms is None else ALIKE) * uncut_time
-        return _Predicted(
-            pays,
-            cut_time / uncut_time,
-            f"predicted step over ideal: {cut_time:.2f} in chunks, {uncut_time:.2f} whole",
-        )
+        why = f"predicted step over ideal: {cut_time:.2f} in chunks, {uncut_time:.2f} whole"
+        return ChunkChoice(pays, why, cut_time / uncut_time)
     looked = min(LOOKED[1], max(LOOKED[0], int(LOOKED[0] * at_once * mean) // tokens))
     cut_time, uncut_time = (_per_work(lengths, tokens, packer, looked, times) for packer in packers)
     speed = f"{uncut_time / cut_time:.3f} times as fast as whole documents"
-    return _Predicted(cut_time <= ALIKE * uncut_time, cut_time / uncut_time, f"predicted: {speed}")
+    return ChunkChoice(cut_time <= ALIKE * uncut_time, f"predicted: {speed}", cut_time / uncut_time)
 
 
 def _per_work(lengths: np.ndarray, tokens: int, packer: Packer, looked: int, times: Times) -> float:

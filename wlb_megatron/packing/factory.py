@@ -116,7 +116,7 @@ def make_varlen(job: PackingJob) -> Packer:
 
     chunk_limits = with_chunks(limits, config.max_tokens, alignment)
     usual = rule_of_thumb(window) if thresholds_set is None else thresholds_set
-    chunks, why = choose_chunks(job, chunk_limits, partial(whole, thresholds=usual))
+    chunks, why, _ = choose_chunks(job, chunk_limits, partial(whole, thresholds=usual))
     say(f"documents in chunks: {'yes' if chunks else 'no'} ({why})")
     if chunks and chunk_limits.capacity * MOST_PER_WINDOW < window:
         raise WlbError(

@@ -12,12 +12,10 @@ from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.batch_schedule import BatchSchedule
 from wlb_megatron.packing.packer import Batch, Grid, Packer
 from wlb_megatron.pipeline.orders import groups
-from wlb_megatron.plan import IterationPlan, MicroBatch, Piece
+from wlb_megatron.plan import IterationPlan, Piece
 
 STATE_VERSION = 3
 """Version 2, of release 0.1.0, holds waiting pieces as rows."""
-
-_PREFIX = itemgetter(4)  # of pieces; faster than access by name
 
 
 class Stream(Protocol):
@@ -94,7 +92,9 @@ class Planner:
 
     def next_iteration(self) -> IterationPlan | None:
         """The next iteration's plan, or None when a finite stream has ended and nothing waits."""
-        batch = self._next_batch()
+        is_due = self.iteration >= self._supplied
+        count = self.schedule.alike(self.samples, self.packer.intake_batches) if is_due else 0
+        batch = Batch(self.schedule.size(self.samples), count)
         last = self.until is not None and self.samples + batch.bins >= self.until
         arrived = self._take_in(batch, all_left=last)
         if self._ended and not arrived and not self._waiting:
@@ -110,8 +110,12 @@ class Planner:
             self.put_back += len(put_back)
         waiting_now = self.packer.waiting
         trained_tokens = audit(self.packer, self.iteration, [*self._waiting, *arrived], grid, waiting_now)
-        tokens = [[micro_batch.tokens for micro_batch in column] for column in zip(*grid, strict=True)]
-        works, together = zip(*(_works_and_groups(column) for column in zip(*grid, strict=True)), strict=True)
+        columns = list(zip(*grid, strict=True))
+        works, tokens = (
+            [[getattr(micro_batch, name) for micro_batch in column] for column in columns]
+            for name in ("work", "tokens")
+        )
+        together = [groups([micro_batch.pieces for micro_batch in column]) for column in columns]
         plan = IterationPlan(
             self.iteration,
             tuple(arrived),
@@ -130,28 +134,17 @@ class Planner:
         )
         return plan
 
-    def _next_batch(self) -> Batch:
-        is_due = self.iteration >= self._supplied
-        count = self.schedule.alike(self.samples, self.packer.intake_batches) if is_due else 0
-        return Batch(self.schedule.size(self.samples), count)
-
     def _take_in(self, batch: Batch, *, all_left: bool = False) -> list[Piece]:
         arrived: list[Piece] = []
         self._supplied += batch.iterations
         goal = self._tokens(self.samples + batch.bins * batch.iterations)
         piece_limit = batch.bins * batch.iterations * self.packer.most_pieces
         # Bound to local names, because this runs for every piece.
-        taken_tokens, returned, following, arrive = (
-            self.taken,
-            self._put_back,
-            self.stream.next,
-            arrived.append,
-        )
+        taken_tokens, returned = self.taken, self._put_back
+        following, arrive = self.stream.next, arrived.append
         while taken_tokens < goal or all_left:
-            if (
-                len(arrived) >= piece_limit and not all_left
-            ):  # the stream runs slower, as when pieces are put back
-                taken_tokens = goal
+            if len(arrived) >= piece_limit and not all_left:
+                taken_tokens = goal  # the stream runs slower, as when pieces are put back
                 break
             piece = returned.popleft() if returned else following()
             if piece is None:
@@ -222,24 +215,14 @@ class Planner:
         self.taken = int(state["taken"])
         self._waiting = self.packer.waiting
         waiting_tokens = sum(piece.tokens for piece in self._waiting)
-        self.trained = int(
-            state.get("trained", self.taken - waiting_tokens)
-        )  # states saved before it was counted
+        # States saved before it was counted lack it.
+        self.trained = int(state.get("trained", self.taken - waiting_tokens))
         self.above_spread = int(state.get("above_spread", 0))
         self._supplied = int(state["supplied"])
-        self._ended = (
-            bool(state["ended"]) and self.until is None
-        )  # a run that had ended may go on for more epochs
+        # A run that had ended may go on for more epochs.
+        self._ended = bool(state["ended"]) and self.until is None
         self.put_back = int(state["put_back_so_far"])
         self._put_back = deque(Piece(*row) for row in state["put_back"])
-
-
-def _works_and_groups(column: Sequence[MicroBatch]) -> tuple[list[int], tuple[int, ...] | None]:
-    """Works of a data-parallel rank's micro-batches, and the sizes of groups (None if all are 1)."""
-    works = [micro_batch.work for micro_batch in column]
-    pieces = [micro_batch.pieces for micro_batch in column]
-    chunked = any(any(map(_PREFIX, of_micro_batch)) for of_micro_batch in pieces)
-    return works, groups(pieces) if chunked else None
 
 
 def _describe(schedule: BatchSchedule) -> str:
@@ -284,10 +267,8 @@ def _difference(before: Sequence[Piece], after: Sequence[Piece]) -> str:
     [0, 8) does.
     """
     before_set, after_set = set(before), set(after)
-    if (len(before_set), len(after_set)) == (
-        len(before),
-        len(after),
-    ):  # no piece comes twice: only cut ones can differ
+    if len(before_set) == len(before) and len(after_set) == len(after):
+        # No piece comes twice: only cut ones can differ.
         before, after = list(before_set - after_set), list(after_set - before_set)
         if not before and not after:
             return ""

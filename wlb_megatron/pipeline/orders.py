@@ -8,9 +8,12 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
+from operator import itemgetter
 from typing import NamedTuple
 
 from wlb_megatron.plan import Piece
+
+_PREFIX = itemgetter(4)  # of pieces; faster than access by name
 
 
 class Step(NamedTuple):
@@ -210,6 +213,9 @@ def groups(micro_batches: Sequence[Sequence[Piece]]) -> tuple[int, ...]:
     [(7, 0, 4, 0)] [(7, 4, 6, 4), (8, 0, 2, 0)] [(9, 0, 5, 0)] [(9, 5, 6, 5)] make groups of 2, 2.
     Raises ValueError where a prefix has no earlier part, or micro-batches in a group are not consecutive.
     """
+    # Most plans have no chunks: that is seen fast.
+    if not any(any(map(_PREFIX, row)) for row in micro_batches):
+        return (1,) * len(micro_batches)
     wanted_ends = {
         (epoch, document, start)
         for row in micro_batches
@@ -219,7 +225,7 @@ def groups(micro_batches: Sequence[Sequence[Piece]]) -> tuple[int, ...]:
     chunked = {document for _, document, _ in wanted_ends}
     ends: dict[tuple[int, int, int], tuple[int, int]] = {}  # micro-batch and start of the document's part
     parents = list(range(len(micro_batches)))  # the first micro-batch connected to each, so far as is known
-    for index, row in enumerate(micro_batches if wanted_ends else ()):
+    for index, row in enumerate(micro_batches):
         for piece in row:
             if not piece[4]:
                 continue

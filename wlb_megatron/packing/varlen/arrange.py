@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from operator import itemgetter
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -137,9 +137,8 @@ Fill = Callable[[int], tuple[Bins, list[Item]]]
 """Returns that many bins with everything that trains, and what did not fit."""
 
 
-class Arranged(NamedTuple):
-    grid: Grid
-    left: list[Item]
+Arranged = tuple[Grid, list[Item]]
+"""The grid, and what did not fit."""
 
 
 def arrange(
@@ -182,7 +181,7 @@ def arrange(
     grid = assign_ranks(list(map(Filled, contents, bins.work, sizes)), ranks)
     if most_held(grid, law) > token_limit and fitting_counts != one_per_window:
         return arrange(fill, one_per_window, lot, limits, ranks, law)
-    return Arranged(tuple(tuple(bin_.micro_batch() for bin_ in row) for row in grid), left_out)
+    return tuple(tuple(bin_.micro_batch() for bin_ in row) for row in grid), left_out
 
 
 def most_held(grid: Sequence[Sequence[Filled | MicroBatch]], law: StepLaw) -> int:

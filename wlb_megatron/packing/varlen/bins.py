@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import numpy as np
 
@@ -48,7 +47,7 @@ class Bins:
         index = self._place_for(item)
         if index < 0 or self.work[index] + item[0] > ceiling:
             return False
-        self._put(item, index)
+        self.place(item, index)
         return True
 
     def _place_for(self, item: Item) -> int:
@@ -96,14 +95,11 @@ class Bins:
         index = self._least(self._shortest, self.tokens)
         if index < 0 or self.tokens[index] + item.tokens > self.capacity:
             return False
-        self._put(item, index)
+        self.place(item, index)
         return True
 
     def place(self, item: Item, index: int) -> None:
         """Adds to the bin `index`, whatever it holds."""
-        self._put(item, index)
-
-    def _put(self, item: Item, index: int) -> None:
         self._grow(item, index)
         self.items.append(item)
         self.places.append(index)
@@ -169,11 +165,6 @@ PARTNERS = 4
 _NONE = np.iinfo(np.int64).max
 
 
-class _Trade(NamedTuple):
-    item: Item
-    back: Item | None
-
-
 class _Bin:
     """A bin's items as arrays, in the order of filling; `ranked`: their places by (work, tokens, serial)."""
 
@@ -203,14 +194,17 @@ def improve_bins(
                 break
         else:
             break
-        moved = _carry_out(trade, bins[high], bins[low])
-        work[high] -= moved
-        work[low] += moved
+        for item, source, target in zip(trade, (high, low), (low, high), strict=False):
+            bins[source].remove(item)
+            bins[target].append(item)
+            work[source] -= item.work
+            work[target] += item.work
         del arrays[high], arrays[low]
 
 
-def _best_trade(high: _Bin, low: _Bin, gap: int, capacity: int, max_documents: int) -> _Trade | None:
-    """The trade after which two bins, now `gap` apart, are closest; None if none brings them closer.
+def _best_trade(high: _Bin, low: _Bin, gap: int, capacity: int, max_documents: int) -> list[Item] | None:
+    """The item that goes to `low`, and the one that comes back if any, after which two bins, now `gap` apart, are
+    closest; None if nothing brings them closer.
 
     Each item of `high` may move (column 0), or be swapped for one of the three of `low` around (its work - gap / 2).
     Of equal trades the first item's counts, and of that the first column.
@@ -237,16 +231,4 @@ def _best_trade(high: _Bin, low: _Bin, gap: int, capacity: int, max_documents: i
     row, column = divmod(int(away.argmin()), 4)
     if away[row, column] == _NONE:
         return None
-    partner = None if column == 0 else low.items[low.ranked[near[row, column - 1]]]
-    return _Trade(high.items[row], partner)
-
-
-def _carry_out(trade: _Trade, high: list[Item], low: list[Item]) -> int:
-    """Returns the work moved from `high` to `low`."""
-    high.remove(trade.item)
-    low.append(trade.item)
-    if trade.back is None:
-        return trade.item.work
-    low.remove(trade.back)
-    high.append(trade.back)
-    return trade.item.work - trade.back.work
+    return [high.items[row], *([low.items[low.ranked[near[row, column - 1]]]] if column else ())]

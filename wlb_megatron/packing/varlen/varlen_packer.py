@@ -204,7 +204,7 @@ class VarlenPacker(Packer):
             self._ranks,
             self.law,
         )
-        return Arranged(grid, [*left_over, *waits])
+        return grid, [*left_over, *waits]
 
     def _balance(self, iteration: int, ready: _Ready) -> Arranged:
         """Packs as many micro-batches as windows, of similar work."""
@@ -228,7 +228,7 @@ class VarlenPacker(Packer):
         micro_batches = [
             MicroBatch(tuple(map(_PIECE, items)), w) for items, w in zip(contents, bins.work, strict=True)
         ]
-        return Arranged(assign_ranks(micro_batches, self._ranks), left_over)
+        return assign_ranks(micro_batches, self._ranks), left_over
 
     def _take_in(self, arrived: Sequence[Piece], iteration: int) -> list[Item]:
         items = self._items([Waiting(piece, iteration) for piece in arrived])
