@@ -100,25 +100,20 @@ class Blend:
 
     def read(self, document: int, start: int, end: int) -> npt.NDArray[np.int64]:
         """Tokens [start, end) of a document by its id, int64[end - start]. IndexError outside of it."""
-        reader, local = self._locate(document)
-        return reader.read(local, start, end)
+        corpus, local = self._locate(document)
+        return self.readers[corpus].read(local, start, end)
 
     def targets(self, document: int, start: int, end: int) -> npt.NDArray[np.uint8]:
         """uint8[end - start]: 1 for each of tokens [start, end) of a document that is trained if it is predicted."""
-        reader, local = self._locate(document)
+        corpus, local = self._locate(document)
+        reader = self.readers[corpus]
         if isinstance(reader, MaskedCorpus):
             return reader.targets(local, start, end)
         return np.ones(end - start, dtype=np.uint8)
 
     def targets_of(self, documents: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Targets of whole documents by their ids, int64[n] of int64[n]; of a corpus with masks."""
-        owner = np.searchsorted(self.first_ids, documents, side="right") - 1
-        counts = np.empty(len(documents), dtype=np.int64)
-        for corpus in np.unique(owner).tolist():
-            reader, mine = self.readers[corpus], owner == corpus
-            assert isinstance(reader, MaskedCorpus)
-            counts[mine] = reader.counts[documents[mine] - self.first_ids[corpus]]
-        return counts
+        return self._of_each(documents, [reader.counts for reader in self.readers])  # type: ignore[attr-defined]
 
     def trained_share(self, corpora: Sequence[Corpus], rules: Rules) -> float:
         """Targets over tokens of what these corpora give out, by their weights; 1 without masks."""
@@ -133,31 +128,35 @@ class Blend:
 
     def length(self, document: int) -> int:
         """Tokens of a document by its id. IndexError if there is none."""
-        reader, local = self._locate(document)
-        return int(reader.index.lengths[local])
+        corpus, local = self._locate(document)
+        return int(self.readers[corpus].index.lengths[local])
 
     def lengths_of(self, documents: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Tokens of documents by their ids, int64[n] of int64[n]. IndexError if there is no such document."""
         if len(documents) and not 0 <= documents.min() <= documents.max() < self.first_ids[-1]:
             raise IndexError(f"documents {documents.min()} to {documents.max()} of {self.first_ids[-1]}")
+        return self._of_each(documents, [reader.index.lengths for reader in self.readers])
+
+    def _of_each(self, documents: npt.NDArray[np.int64], columns: Sequence[Lengths]) -> npt.NDArray[np.int64]:
+        """int64[n]: each document's entry in its corpus's column."""
         owner = np.searchsorted(self.first_ids, documents, side="right") - 1
-        lengths = np.empty(len(documents), dtype=np.int64)
+        entries = np.empty(len(documents), dtype=np.int64)
         for corpus in np.unique(owner).tolist():
             mine = owner == corpus
-            lengths[mine] = self.readers[corpus].index.lengths[documents[mine] - self.first_ids[corpus]]
-        return lengths
+            entries[mine] = columns[corpus][documents[mine] - self.first_ids[corpus]]
+        return entries
 
     def name(self, document: int) -> str:
         """Corpus and number of a document by its id, for messages. IndexError if there is none."""
-        self._locate(document)
-        corpus = bisect_right(self.first_ids, document) - 1
-        return f"{self.paths[corpus]}: document {document - self.first_ids[corpus]}"
+        corpus, local = self._locate(document)
+        return f"{self.paths[corpus]}: document {local}"
 
-    def _locate(self, document: int) -> tuple[IndexedCorpus, int]:
+    def _locate(self, document: int) -> tuple[int, int]:
+        """Its corpus, and its number there."""
         if not 0 <= document < self.first_ids[-1]:
             raise IndexError(f"document {document} of {self.first_ids[-1]}")
         corpus = bisect_right(self.first_ids, document) - 1
-        return self.readers[corpus], document - self.first_ids[corpus]
+        return corpus, document - self.first_ids[corpus]
 
     def corpora(self, split: str | None = None, part: str = "train") -> list[Corpus]:
         """What a DocumentStream draws from: `part` of each corpus by `split` (None: all of it).

@@ -128,7 +128,7 @@ class CorpusWalk:
     def place(self, row: IntArray, version: int, earlier_windows: Sequence[EarlierWindow] = ()) -> None:
         """Go on after this row; only its STATE columns matter. `version` is the state's, see VERSION.
         `earlier_windows` are those of the row's epoch before this one."""
-        self._row, self._version = row.copy(), version
+        self.row, self._version = row.copy(), version  # where the walk stands
         self._changed = int(row[EPOCH]), tuple(earlier_windows)
         self._begin_epoch()
         self._fill(int(row[CURSOR]), int(row[RESUME]) // self._piece_unit)
@@ -139,7 +139,7 @@ class CorpusWalk:
 
     def rest_of_place(self) -> IntArray:
         """int64[k, 10]: takes the pieces left at the place where the walk stands; none where it is between places."""
-        epoch, place, has_more = int(self._row[EPOCH]), int(self._row[CURSOR]), bool(self._row[RESUME])
+        epoch, place, has_more = int(self.row[EPOCH]), int(self.row[CURSOR]), bool(self.row[RESUME])
         blocks_of_rows = [np.empty((0, 10), dtype=np.int64)]
         while has_more:
             rows = self.advance()
@@ -149,14 +149,9 @@ class CorpusWalk:
         return np.concatenate(blocks_of_rows)
 
     @property
-    def row(self) -> IntArray:
-        """int64[10]: where the walk stands; DOCUMENT, START and END mean nothing."""
-        return self._row
-
-    @property
     def finished(self) -> bool:
         last = self._rules.epochs if self._rules.endless else 1
-        return last is not None and int(self._row[EPOCH]) + 1 >= last and self._epoch_is_out
+        return last is not None and int(self.row[EPOCH]) + 1 >= last and self._epoch_is_out
 
     @property
     def _epoch_is_out(self) -> bool:
@@ -166,7 +161,7 @@ class CorpusWalk:
         """int64[k, 10]: the next pieces, k >= 1, or k = 0 after the last one of a single pass."""
         while not self.finished:
             if self._epoch_is_out:
-                self._row[[EPOCH, CURSOR, RESUME]] = self._row[EPOCH] + 1, 0, 0
+                self.row[[EPOCH, CURSOR, RESUME]] = self.row[EPOCH] + 1, 0, 0
                 self._begin_epoch()
                 self._fill(0)
             elif self._taken >= len(self._ahead.place):
@@ -175,11 +170,11 @@ class CorpusWalk:
                 rows = self._next_rows()
                 if len(rows):
                     return rows
-        self._row[CURSOR] = len(self._corpus.lengths)
+        self.row[CURSOR] = len(self._corpus.lengths)
         return np.empty((0, 10), dtype=np.int64)
 
     def _begin_epoch(self) -> None:
-        epoch, seed = int(self._row[EPOCH]), self._rules.seed
+        epoch, seed = int(self.row[EPOCH]), self._rules.seed
         is_spread = self._version >= 3 and seed is not None
         self._piece_unit = 1 if is_spread else self._rules.window
         order_key = epoch, self._version, self.position, self.earlier(epoch)
@@ -206,13 +201,12 @@ class CorpusWalk:
         last_of_place = np.append(places[1:] > places[:-1], True)[block]
         entry_in_place = entries - np.searchsorted(places, places[block])
         documents = self._ahead.document[block]
-        window, before = self._rules.window, self._row
+        window, before = self._rules.window, self.row
         lengths = self._corpus.lengths[documents].astype(np.int64)
         kept_tokens = self._rules.kept(lengths)
         start = self._ahead.start[block]
-        end = np.maximum(
-            start, np.minimum(start + window, kept_tokens)
-        )  # what an earlier window gave may exceed `kept`
+        # What an earlier window gave may exceed `kept`.
+        end = np.maximum(start, np.minimum(start + window, kept_tokens))
         ends_document = end >= kept_tokens  # of the document, with this piece
         rows = np.zeros((len(entries), 10), dtype=np.int64)
         rows[:, EPOCH] = before[EPOCH]
@@ -228,5 +222,5 @@ class CorpusWalk:
         ):
             rows[:, column] = before[column] + np.cumsum(amounts)
         self._taken += len(entries)
-        self._row = rows[-1].copy()
+        self.row = rows[-1].copy()
         return rows[end > start]

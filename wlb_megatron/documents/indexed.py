@@ -48,9 +48,8 @@ class TokenFiles:
         bytes_left = size
         try:
             file = self._file(path)
-            while bytes_left and (
-                part := os.pread(file, bytes_left, offset + size - bytes_left)
-            ):  # one call gives 2 GiB at most
+            # One call gives 2 GiB at most.
+            while bytes_left and (part := os.pread(file, bytes_left, offset + size - bytes_left)):
                 parts.append(part)
                 bytes_left -= len(part)
         except OSError as error:
@@ -143,7 +142,11 @@ def read_index(path: str | Path, *, trusted: bool = False) -> Index:
     pointers = np.frombuffer(content, "<i8", sequences, offset + 4 * sequences)
     bounds = np.frombuffer(content, "<i8", entries, offset + 12 * sequences)
     token_type = np.dtype(_TOKEN_TYPES[code])
-    _check_counts(idx, counts)
+    if len(counts) and counts.min() < 0:
+        raise WlbError(
+            f"{idx}: sequence {int((counts < 0).argmax())} has a negative length "
+            "(above 2**31 - 1 tokens it overflows the index); split that document before preprocessing"
+        )
     single = len(bounds) == sequences + 1 > 1 and (
         _sample_counts_up(idx, offset + 12 * sequences, entries) if trusted else _counts_up(bounds)
     )
@@ -170,14 +173,6 @@ def _counts_up(bounds: IntArray) -> bool:
     return all(
         (block == np.arange(n * SIZE, n * SIZE + len(block))).all() for n, block in enumerate(blocks(bounds))
     )
-
-
-def _check_counts(idx: Path, counts: npt.NDArray[np.int32]) -> None:
-    if len(counts) and counts.min() < 0:
-        raise WlbError(
-            f"{idx}: sequence {int((counts < 0).argmax())} has a negative length "
-            "(above 2**31 - 1 tokens it overflows the index); split that document before preprocessing"
-        )
 
 
 def _check_pointers(idx: Path, counts: npt.NDArray[np.int32], pointers: IntArray, item: int) -> int:

@@ -43,6 +43,9 @@ LONGEST = (1 << 31) - 1
 """Tokens of a document: an index holds them as int32."""
 
 
+_SEED = 20250317
+
+
 def sample_lengths(lengths: Lengths, window: int, overlong: str, max_pieces: int = 65536) -> list[int]:
     """Tokens of at most `max_pieces` pieces, from as many documents, in random order: a sample on which thresholds are
     fitted.
@@ -55,9 +58,6 @@ def sample_lengths(lengths: Lengths, window: int, overlong: str, max_pieces: int
     candidates = (pieces_of(block, window, overlong) for block in chain((drawn_lengths,), blocks(lengths)))
     pieces = next((tokens for tokens in candidates if len(tokens)), np.empty(0, dtype=np.int64))
     return list(map(int, generator.permutation(pieces)[:max_pieces]))
-
-
-_SEED = 20250317
 
 
 def pieces_of(lengths: Lengths, window: int, overlong: str) -> npt.NDArray[np.int64]:
@@ -98,11 +98,12 @@ def _load(path: Path) -> npt.NDArray[np.int64]:
     except OSError as error:
         raise WlbError(f"cannot read lengths {path}: {error.strerror or error}; give a .npy file") from None
     except (ValueError, EOFError):
-        raise WlbError(f"{path} is not a plain .npy array; save it by numpy.save(path, lengths)") from None
-    if not isinstance(array, np.ndarray):
+        array = None
+    if isinstance(array, np.ndarray):
+        return array
+    if array is not None:
         array.close()
-        raise WlbError(f"{path} is not a plain .npy array; save it by numpy.save(path, lengths)")
-    return array
+    raise WlbError(f"{path} is not a plain .npy array; save it by numpy.save(path, lengths)")
 
 
 class Bound(NamedTuple):
@@ -133,6 +134,5 @@ def longest_whole(
         if tokens > window
         else f"documents above the window of {window:,} tokens are split, because none longer can train whole"
     )
-    return tokens, f"{beyond}; limits: {limits}" + (
-        "" if memory else "; what memory allows is not known here"
-    )
+    unknown = "" if memory else "; what memory allows is not known here"
+    return tokens, f"{beyond}; limits: {limits}{unknown}"

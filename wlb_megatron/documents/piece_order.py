@@ -76,39 +76,25 @@ def permuted(places: IntArray, count: int, keys: npt.NDArray[np.uint64], *, back
     to 6, and 6 to 3, then 0 goes to 3.
     """
     bits = max(2, (count - 1).bit_length())
-    network = _network_back if back else _network
-    images = network(places.astype(np.uint64), bits, keys)
+    rounds = list(enumerate(keys))[:: -1 if back else 1]
+    images = _network(places.astype(np.uint64), bits, rounds)
     while len(beyond := np.flatnonzero(images >= count)):
-        images[beyond] = network(images[beyond], bits, keys)
+        images[beyond] = _network(images[beyond], bits, rounds)
     return images.astype(np.int64)
 
 
 def _network(
-    values: npt.NDArray[np.uint64], bits: int, keys: npt.NDArray[np.uint64]
+    values: npt.NDArray[np.uint64], bits: int, rounds: Sequence[tuple[int, np.uint64]]
 ) -> npt.NDArray[np.uint64]:
-    """Each round XORs a hash of one half of the bits into the other half, which is its own inverse."""
-    low, high, low_mask, high_mask = _halves(values, bits)
-    for first, second in keys.reshape(-1, 2):
-        high ^= _hash(low ^ first) & high_mask
-        low ^= _hash(high ^ second) & low_mask
-    return high << np.uint64(bits // 2) | low
-
-
-def _network_back(
-    values: npt.NDArray[np.uint64], bits: int, keys: npt.NDArray[np.uint64]
-) -> npt.NDArray[np.uint64]:
-    """What `_network` takes to these values: its rounds undone, the last one first."""
-    low, high, low_mask, high_mask = _halves(values, bits)
-    for first, second in keys.reshape(-1, 2)[::-1]:
-        low ^= _hash(high ^ second) & low_mask
-        high ^= _hash(low ^ first) & high_mask
-    return high << np.uint64(bits // 2) | low
-
-
-def _halves(values: npt.NDArray[np.uint64], bits: int) -> tuple[Any, Any, np.uint64, np.uint64]:
-    """The lower and upper halves of the values' bits, and a mask of each."""
-    low_mask, high_mask = (np.uint64((1 << size) - 1) for size in (bits // 2, bits - bits // 2))
-    return values & low_mask, values >> np.uint64(bits // 2), low_mask, high_mask
+    """Each round XORs a hash of one half of the bits into the other half, which is its own inverse: even rounds the
+    lower half into the upper one. The rounds (number, key) in reverse undo all."""
+    width = np.uint64(bits // 2)
+    masks = [np.uint64((1 << size) - 1) for size in (bits // 2, bits - bits // 2)]
+    halves: list[Any] = [values & masks[0], values >> width]
+    for number, key in rounds:
+        source, target = number % 2, 1 - number % 2
+        halves[target] ^= _hash(halves[source] ^ key) & masks[target]
+    return halves[1] << width | halves[0]
 
 
 def _hash(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
@@ -155,10 +141,8 @@ class PieceOrder:
             lengths, places = self._long_lengths(), self._order.places(self._long)
             begin, tokens_out = 0, np.broadcast_to(np.int64(0), lengths.shape)
             if earlier_windows:
-                begin, tokens_out = (
-                    earlier_windows[-1].end,
-                    tokens_given(lengths, places, self._count, earlier_windows),
-                )
+                begin = earlier_windows[-1].end
+                tokens_out = tokens_given(lengths, places, self._count, earlier_windows)
             self._given = tokens_out
             self._spread = Spread.of(places, lengths - tokens_out, self._window, begin, self._count)
 

@@ -73,9 +73,7 @@ class DocumentStream:
         """The corpus that is the first to have been passed once, and the tokens that all have given then."""
         tokens = (sum(int(b.sum(dtype=np.int64)) for b in blocks(corpus.lengths)) for corpus in self._corpora)
         total = sum(self._weights)
-        tokens_out = [
-            int(own_tokens * total / weight) for own_tokens, weight in zip(tokens, self._weights, strict=True)
-        ]
+        tokens_out = [int(each * total / weight) for each, weight in zip(tokens, self._weights, strict=True)]
         return min(zip(self.names, tokens_out, strict=True), key=lambda item: item[1])
 
     def next(self) -> Piece | None:
@@ -118,15 +116,16 @@ class DocumentStream:
             rows = [_row(saved) for saved in state["corpora"]]
             earlier_windows = [_earlier(saved) for saved in state["corpora"]]
             positions = [int(saved.get("position", number)) for number, saved in enumerate(state["corpora"])]
+            damaged = not changed and len(rows) != len(self._walks)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
-            raise WlbError("saved document stream is damaged; resume from another checkpoint") from None
+            damaged = True
+        if damaged:
+            raise WlbError("saved document stream is damaged; resume from another checkpoint")
         if changed:
             raise WlbError(
                 f"cannot resume the document stream: {'; '.join(changed)}; "
                 "resume with the same corpora and settings"
             )
-        if len(rows) != len(self._walks):
-            raise WlbError("saved document stream is damaged; resume from another checkpoint")
         if rules != self.rules:
             self.rules, self.fingerprint = rules, now
             self._walks = [CorpusWalk(corpus, rules, number) for number, corpus in enumerate(self._corpora)]
@@ -163,9 +162,8 @@ class DocumentStream:
     def _places(self) -> list[IntArray]:
         """Where each corpus stands after the pieces taken: the row of its last one in the block, if any."""
         last = np.full(len(self._settled), -1)
-        np.maximum.at(
-            last, self._owner[: self._taken], np.arange(self._taken)
-        )  # once over all, not once a corpus
+        # Once over all, not once a corpus.
+        np.maximum.at(last, self._owner[: self._taken], np.arange(self._taken))
         return [
             settled if last_row < 0 else self._rows[last_row]
             for last_row, settled in zip(last.tolist(), self._settled, strict=True)
@@ -199,21 +197,17 @@ class DocumentStream:
         # As Piece._make would make them, in half its time.
         self._block = list(map(tuple.__new__, repeat(Piece), zip(*columns, strict=True)))
         self._taken = 0
-        if not self._block:
-            self._settled = [
-                walk.row.copy() for walk in self._walks
-            ]  # passes what is empty after the last piece
+        if not self._block:  # passes what is empty after the last piece
+            self._settled = [walk.row.copy() for walk in self._walks]
 
 
 def _saved(row: IntArray, walk: CorpusWalk) -> dict[str, Any]:
     """Where a corpus stands after this row."""
     state: dict[str, Any] = {name: int(row[column]) for name, column in STATE.items()}
-    earlier_windows = walk.earlier(int(row[EPOCH]))
-    return (
-        state
-        | {"position": walk.position}
-        | ({"earlier": [list(each) for each in earlier_windows]} if earlier_windows else {})
-    )
+    state["position"] = walk.position
+    if earlier_windows := walk.earlier(int(row[EPOCH])):
+        state["earlier"] = [list(each) for each in earlier_windows]
+    return state
 
 
 def _earlier(saved: Mapping[str, Any]) -> list[EarlierWindow]:
