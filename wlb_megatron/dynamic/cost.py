@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wlb_megatron.workload.assumptions import Assumptions
-from wlb_megatron.workload.kernel_table import TILE, KernelTable
+from wlb_megatron.workload.kernel_table import KernelTable
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
@@ -53,10 +53,7 @@ class GroupCost:
             if size == 1:
                 attention = whole_ns.astype(np.float64)
             else:
-                chunk = -(-tokens // (2 * size))
-                tiles = -(-chunk // TILE) * TILE / np.maximum(chunk, 1)
-                keys = (2 * size - 1) * tokens // (2 * size)
-                attention = whole_ns / size * tiles + 2 * table.segment + table.earlier_key * keys
+                attention = table.cut_ns(whole_ns, tokens, size)
                 # Diagonals run while keys travel: 2 of the 2 x g chunks, each 1 / (2g)^2 of the pairs.
                 moved = table.exchange_row * tokens * (size - 1) / size
                 attention += np.maximum(moved - whole_ns / (2 * size * size), 0.0)
@@ -93,17 +90,5 @@ def group_cost(
     tensor: tensor-parallel size, which is how far apart the ranks of a group lie.
     """
     rates = assumptions or Assumptions()
-    # A key row travels as K and V, and comes back as dK and dV, 2 bytes each.
-    row = 4 * 2 * table.kv_heads * table.head_dim
-    tables = []
-    for size in sizes:
-        slower = 1 / rates.pair_rate(size, tensor) - 1 / rates.nvlink_rate
-        late = rates.latency(size, tensor) - rates.nvlink_latency
-        tables.append(
-            replace(
-                table,
-                exchange=table.exchange + 2e9 * late,
-                exchange_row=table.exchange_row + 1e9 * row * slower,
-            )
-        )
-    return GroupCost(sizes=tuple(sizes), tables=tuple(tables), token_ns=token_ns, step_ns=step_ns)
+    tables = tuple(rates.linked(table, size, tensor) for size in sizes)
+    return GroupCost(sizes=tuple(sizes), tables=tables, token_ns=token_ns, step_ns=step_ns)

@@ -7,6 +7,8 @@ documents are dealt out, and the answer is dropped if not.
 
 from __future__ import annotations
 
+from collections import Counter
+
 from wlb_megatron.dynamic.buckets import Buckets
 from wlb_megatron.dynamic.placement import Placement, Problem
 
@@ -80,16 +82,13 @@ def place_exactly(
 
 def _counts(placement: Placement, buckets: Buckets) -> list[list[dict[int, int]]]:
     bucket_of = {d: k for k, members in enumerate(buckets.members) for d in members}
-    table: list[list[dict[int, int]]] = []
-    for blocks in placement.bins:
-        table.append([])
-        for bins in blocks:
-            row: dict[int, int] = {}
-            for bin_ in bins:
-                for document in bin_.documents:
-                    row[bucket_of[document]] = row.get(bucket_of[document], 0) + 1
-            table[-1].append(row)
-    return table
+    return [
+        [
+            dict(Counter(bucket_of[document] for bin_ in bins for document in bin_.documents))
+            for bins in blocks
+        ]
+        for blocks in placement.bins
+    ]
 
 
 def _deal(

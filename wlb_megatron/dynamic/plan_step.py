@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -139,9 +140,8 @@ def place_all_greedily(problem: Problem, deadline: float = math.inf) -> dict[int
         placements[max_steps - 1] = best_placement
         if int(best_placement.steps.max()) < max_steps - 1 or best_placement.time() <= CLOSE * problem.bound:
             break  # more micro-steps than it uses change nothing
-        if len(found_placements) == len(
-            shares
-        ):  # none for lack of room: what served best serves for one more
+        if len(found_placements) == len(shares):
+            # None lacked room: what served best serves for one more.
             shares = tuple(share for _, share, _ in found_placements[:2])
     return placements
 
@@ -157,14 +157,8 @@ def _place_by_solver(problem: Problem, greedy: dict[int, Placement], seconds: fl
     counts = sorted({*greedy, max(problem.least_steps(), min(greedy) - 1)})
     seconds_each = seconds * min(THREADS, len(counts)) / len(counts)
     with ThreadPoolExecutor(THREADS) as pool:
-        solved = list(
-            pool.map(
-                lambda max_steps: place_exactly(
-                    problem, buckets, max_steps, greedy.get(max_steps), seconds_each
-                ),
-                counts,
-            )
-        )
+        hints = map(greedy.get, counts)
+        solved = list(pool.map(partial(place_exactly, problem, buckets, seconds=seconds_each), counts, hints))
     placements = [solution for solution in solved if solution is not None]
     for placement in placements:
         improve_placement(placement)
@@ -190,7 +184,9 @@ def place_greedily(problem: Problem, max_steps: int, share: float) -> Placement 
             if queue.place(document):
                 continue
             patience -= 1
-            if patience < 0 or not _place_above(placement, level, document):
+            # No block of the wanted size has room: a larger one.
+            larger = range(level + 1, len(problem.stage.sizes))
+            if patience < 0 or not any(_Blocks(placement, above).place(document) for above in larger):
                 return None
             queue = _Blocks(placement, level)
     return placement
@@ -232,14 +228,6 @@ class _Blocks:
             room = max((bin_.room for bin_ in placement.bins[level][block]), default=-1)
             heapq.heappush(self._full, (-room, load, block))
         return False
-
-
-def _place_above(placement: Placement, level: int, document: int) -> bool:
-    """On a larger block, where no block of the wanted size has room."""
-    return any(
-        _Blocks(placement, larger).place(document)
-        for larger in range(level + 1, len(placement.problem.stage.sizes))
-    )
 
 
 def predicted_time(

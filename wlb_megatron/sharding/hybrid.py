@@ -12,7 +12,6 @@ the other pieces.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +19,7 @@ import numpy as np
 from wlb_megatron.sharding.alignment import slot_bounds
 from wlb_megatron.sharding.segments import IntArray, ShardPlan
 from wlb_megatron.sharding.slots import PieceList
-from wlb_megatron.workload.kernel_table import TILE, KernelTable
+from wlb_megatron.workload.kernel_table import KernelTable
 
 GRAINS = (1, 2, 4, 8)
 """Values to try for how finely pieces are cut: a rank's share of a piece may cost at most a rank's fair load divided
@@ -32,13 +31,13 @@ all."""
 
 
 class _Candidate(NamedTuple):
-    """One candidate: over how many ranks each piece is cut, what that costs a rank, and how the filler is cut."""
+    """One candidate: over how many ranks each piece is cut, what that costs a rank, and how the filler is cut: in turn,
+    or in pairs."""
 
     least: float
     degree: IntArray
     share_ns: IntArray
-    prices: Callable[[int, float, float], list[float]]
-    fill: Callable[[RankLoads], None]
+    in_turn: bool
 
 
 def hybrid(pieces: PieceList, cp_size: int, table: KernelTable) -> list[ShardPlan]:
@@ -69,10 +68,10 @@ def _mix(
         if best_ranks is not None and 1.01 * candidate.least >= best_ranks.worst():
             break
         mean_price = int(whole_ns[filler]) / size[filler]
-        rise = size[filler] / (size[filler] + 2 * int(before[filler]))
-        ranks = RankLoads(table, size, filler, candidate.prices(cp_size, mean_price, rise), before.tolist())
+        rise = candidate.in_turn * size[filler] / (size[filler] + 2 * int(before[filler]))
+        ranks = RankLoads(table, size, filler, token_prices(cp_size, mean_price, rise), before.tolist())
         _place(ranks, order[1:], candidate.degree.tolist(), candidate.share_ns.tolist())
-        candidate.fill(ranks)
+        (fill_in_turn if candidate.in_turn else fill_in_pairs)(ranks)
         if best_ranks is None or ranks.worst() < best_ranks.worst():
             best_ranks = ranks
     assert best_ranks is not None
@@ -85,9 +84,8 @@ def _candidates(
     """Candidates without duplicates. A piece over two ranks needs one kernel call on each, over more mostly two."""
     fair = int(whole_ns.sum()) // (cp_size * np.array(GRAINS)) + 1
     most_ranks = np.minimum([2, cp_size], cp_size)
-    degrees = np.clip(
-        -(-whole_ns // fair[:, None, None]), 1, most_ranks[:, None]
-    )  # [grain, most_ranks, piece]
+    # [grain, most_ranks, piece]
+    degrees = np.clip(-(-whole_ns // fair[:, None, None]), 1, most_ranks[:, None])
     degrees[..., filler] = 1  # placed last, in the free tokens: its own degree does not matter
     unlike = {degree.tobytes(): degree for degree in degrees.reshape(-1, len(lengths))}
     degrees = np.stack(list(unlike.values()))
@@ -97,9 +95,9 @@ def _candidates(
     for mean, degree, of_ranks in zip(means, degrees, share_ns, strict=True):
         calls = min(int(degree.max()) - 1, 2)
         in_turn = mean + table.earlier_call * calls
-        candidates.append(_Candidate(in_turn, degree, of_ranks, prices_in_turn, fill_in_turn))
+        candidates.append(_Candidate(in_turn, degree, of_ranks, True))
         in_pairs = mean + table.earlier_call * (2 if cp_size > 2 else 1)
-        candidates.append(_Candidate(in_pairs, degree, of_ranks, prices_in_pairs, fill_in_pairs))
+        candidates.append(_Candidate(in_pairs, degree, of_ranks, False))
     return candidates
 
 
@@ -107,11 +105,9 @@ def _share_ns(
     lengths: IntArray, before: IntArray, whole_ns: IntArray, degree: IntArray, table: KernelTable
 ) -> IntArray:
     """int64[k, n]: nanoseconds that a piece costs each of the ranks that it is cut over. degree: int64[k, n]."""
-    chunk = -(-lengths // (2 * degree))
-    tiles = -(-chunk // TILE) * TILE / np.maximum(chunk, 1)
-    keys = before + (2 * degree - 1) * lengths // (2 * degree)
-    cut_ns = whole_ns / degree * tiles + 2 * table.segment + table.earlier_key * keys
-    return np.where(degree > 1, np.rint(cut_ns), whole_ns).astype(np.int64)
+    return np.where(degree > 1, np.rint(table.cut_ns(whole_ns, lengths, degree, before)), whole_ns).astype(
+        np.int64
+    )
 
 
 def _place(ranks: RankLoads, order: list[int], degree: list[int], share_ns: list[int]) -> None:
@@ -281,18 +277,15 @@ ROUNDS = 4
 little."""
 
 
-def prices_in_turn(ranks: int, mean: float, rise: float = 1.0) -> list[float]:
+def token_prices(ranks: int, mean: float, rise: float) -> list[float]:
     """Nanoseconds of a token on each rank, if rank 0 holds the first chunk and the last rank the last chunk.
 
     mean: nanoseconds of the mean token. Rank 0's chunk attends to few keys, the last rank's to nearly all: with 4
     ranks 1/4 3/4 5/4 7/4 of the mean. rise: by how much the last token costs more than the mean token, over the mean.
-    It is 1 for a whole piece, and less with a prefix, because all tokens attend to the prefix.
+    It is 1 for a whole piece, and less with a prefix, because all tokens attend to the prefix. 0 if chunks come in
+    pairs, so that all ranks' tokens cost the mean.
     """
     return [mean * (2 * rank + 1) / ranks * rise + mean * (1 - rise) for rank in range(ranks)]
-
-
-def prices_in_pairs(ranks: int, mean: float, rise: float = 1.0) -> list[float]:
-    return [mean] * ranks
 
 
 def fill_in_turn(ranks: RankLoads) -> None:

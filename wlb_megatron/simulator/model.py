@@ -118,24 +118,13 @@ class LayerModel:
         Its exchange (K and V there and, if `ways` is 2, their gradients back) is slowed from NVLink's rate to that
         between the context-parallel ranks.
         """
-        shape, layout, rates = self.shape, self.layout, self.assumptions
+        shape, layout = self.shape, self.layout
         scaled = table.scaled(
             heads=shape.heads // layout.tensor,
             kv_heads=max(shape.kv_heads // layout.tensor, 1),
             head_dim=shape.head_dim,
         )
-        late = rates.latency(layout.context, layout.tensor) - rates.nvlink_latency
-        return replace(
-            scaled,
-            exchange=scaled.exchange + ways * 1e9 * late,
-            exchange_row=scaled.exchange_row + self._slower_row(scaled, ways),
-        )
-
-    def _slower_row(self, scaled: KernelTable, ways: int) -> float:
-        """Nanoseconds by which a key's transfer between the context-parallel ranks is slower than over NVLink."""
-        layout, rates = self.layout, self.assumptions
-        row = 2 * 2 * ways * scaled.kv_heads * scaled.head_dim
-        return 1e9 * row * (1 / rates.pair_rate(layout.context, layout.tensor) - 1 / rates.nvlink_rate)
+        return self.assumptions.linked(scaled, layout.context, layout.tensor, ways)
 
     def attention(self, plans: Sequence[ShardPlan]) -> Times:
         """float64[plans, cp]: nanoseconds of a layer's attention and exposed exchange on each context-parallel rank."""
@@ -376,13 +365,14 @@ class LayerModel:
             layers=max(1, self.layers // layout.pipeline) if layout.pipeline > 1 else None,
         )
         forward, backward = (self.assumptions.host_launch * way for way in per_micro_batch.least)
+        slower = self.assumptions.slower_row(self.table, layout.context, layout.tensor)
         return CostModel(
             quadratic_at=token / pair,
             per_document=self.table.segment / token,
             per_micro_batch=per_micro_batch.own,
             least_micro_batch=(forward, backward),
             per_chunk=per_micro_batch.chunk,
-            per_earlier_key=self._slower_row(self.table, 2) * (layout.context - 1) / token,
+            per_earlier_key=slower * (layout.context - 1) / token,
             backward=backward_over_forward(repeats),
         )
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+from wlb_megatron.workload.kernel_table import KernelTable
 
 
 def _assumed(value: float, help: str) -> Any:
@@ -108,6 +110,21 @@ class Assumptions:
             return 0.0
         seconds = sent * (size - 1) / size / self.ring_rate(size, stride) + self.latency(size, stride)
         return seconds * 1e9
+
+    def slower_row(self, table: KernelTable, size: int, stride: int, ways: int = 2) -> float:
+        """Nanoseconds by which a key's K and V of 2 bytes, and their gradients if `ways` is 2, travel slower between
+        such ranks than over NVLink."""
+        row = 2 * 2 * ways * table.kv_heads * table.head_dim
+        return 1e9 * row * (1 / self.pair_rate(size, stride) - 1 / self.nvlink_rate)
+
+    def linked(self, table: KernelTable, size: int, stride: int, ways: int = 2) -> KernelTable:
+        """The table with its exchange slowed from NVLink's rate to that between such ranks."""
+        late = self.latency(size, stride) - self.nvlink_latency
+        return replace(
+            table,
+            exchange=table.exchange + ways * 1e9 * late,
+            exchange_row=table.exchange_row + self.slower_row(table, size, stride, ways),
+        )
 
     def _on_node(self, size: int, stride: int) -> int:
         return max(1, min(size, self.node // stride))

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from wlb_megatron.workload.kernel_table import KernelTable
-from wlb_megatron.workload.micro_batch import FIXED_NS, chunk_ns, launch_ns, stage_launch_ns, token_ns
+from wlb_megatron.workload.kernel_table import KernelTable, frozen
+from wlb_megatron.workload.micro_batch import FIXED_NS, LAUNCH_NS, chunk_ns, stage_launch_ns, token_ns
 
 FloatArray = npt.NDArray[np.float64]
 SUMMED = (
@@ -43,9 +43,8 @@ class Curve:
         """Forward and backward nanoseconds per token, from the middle count to the last."""
         low, high = len(self.tokens) // 2 if len(self.tokens) > 2 else 0, -1
         span = self.tokens[high] - self.tokens[low]
-        return (self.forward[high] - self.forward[low]) / span, (
-            self.backward[high] - self.backward[low]
-        ) / span
+        forward, backward = (way[high] - way[low] for way in (self.forward, self.backward))
+        return forward / span, backward / span
 
     def _line(self, t: FloatArray, times: tuple[float, ...]) -> FloatArray:
         last = (times[-1] - times[-2]) / (self.tokens[-1] - self.tokens[-2])
@@ -133,13 +132,6 @@ class Costs:
         return Costs(**parts, links=links)
 
 
-def frozen(value: Any) -> Any:
-    """Converts lists to tuples at every depth; keeps the keys of JSON objects."""
-    if isinstance(value, dict):
-        return {name: frozen(entry) for name, entry in value.items()}
-    return tuple(map(frozen, value)) if isinstance(value, list | tuple) else value
-
-
 def _add(a: tuple[tuple[float, ...], ...], b: tuple[tuple[float, ...], ...]) -> tuple[tuple[float, ...], ...]:
     return tuple(tuple(x + y for x, y in zip(p, q, strict=True)) for p, q in zip(a, b, strict=True))
 
@@ -172,12 +164,10 @@ def micro_batch_cost(
     a pipeline stage; None: no pipeline.
     """
     if costs is not None:
-        token, own = costs.token_ns(recompute), costs.fixed_ns(recompute)
-        launches = stage_launch_ns(costs.host, recompute, layers)
+        token, own, launch = costs.token_ns(recompute), costs.fixed_ns(recompute), costs.host
     else:
-        token, own = token_ns(parameters, recompute), FIXED_NS
-        launches = launch_ns(recompute, layers)
-    forward, backward = (context_ranks * way / token for way in launches)
+        token, own, launch = token_ns(parameters, recompute), FIXED_NS, LAUNCH_NS
+    forward, backward = (context_ranks * way / token for way in stage_launch_ns(launch, recompute, layers))
     return MicroBatchCost(
         context_ranks * own / token,
         (forward, backward),

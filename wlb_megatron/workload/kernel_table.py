@@ -130,6 +130,17 @@ class KernelTable:
         rate = rate[at] + weight * (rate[at + 1] - rate[at])
         return self._with_rows(rate * rows * (rows + TILE), queries, queries)
 
+    def cut_ns(
+        self, whole_ns: npt.ArrayLike, lengths: IntArray, ranks: npt.ArrayLike, prefixes: npt.ArrayLike = 0
+    ) -> FloatArray:
+        """ns of documents on each of the ranks that they are cut over in causal pairs, by `whole_ns` on one rank.
+        prefixes: earlier tokens that they attend to."""
+        degree = np.asarray(ranks)
+        chunk = -(-lengths // (2 * degree))
+        tiles = -(-chunk // TILE) * TILE / np.maximum(chunk, 1)
+        keys = prefixes + (2 * degree - 1) * lengths // (2 * degree)
+        return np.asarray(whole_ns) / degree * tiles + 2 * self.segment + self.earlier_key * keys
+
     @property
     def earlier_call(self) -> float:
         """The part of a rank's call on earlier keys that does not depend on its segments (ns)."""
@@ -189,7 +200,7 @@ class KernelTable:
             wrong = ", ".join(sorted(names.symmetric_difference(table)))
             raise ValueError(f"kernel table {path} lacks, or should not have: {wrong}; {again}")
         try:
-            return KernelTable(**{name: _frozen(entry) for name, entry in table.items()})
+            return KernelTable(**frozen(table))
         except (TypeError, ValueError) as error:
             raise ValueError(f"kernel table {path}: {error}; {again}") from None
 
@@ -233,5 +244,8 @@ def _place(grid: FloatArray, values: IntArray | FloatArray) -> tuple[npt.NDArray
     return at, np.clip((values - grid[at]) / (grid[at + 1] - grid[at]), 0.0, 1.0)
 
 
-def _frozen(value: Any) -> Any:
-    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+def frozen(value: Any) -> Any:
+    """Converts lists to tuples at every depth; keeps the keys of JSON objects."""
+    if isinstance(value, dict):
+        return {name: frozen(entry) for name, entry in value.items()}
+    return tuple(map(frozen, value)) if isinstance(value, list | tuple) else value

@@ -45,19 +45,14 @@ def chunk_ns(width: float, context_ranks: int) -> float:
     return CHUNK_NS * width / CHUNK_WIDTH / context_ranks
 
 
-def launch_ns(recompute: float, layers: float | None = None) -> tuple[float, float]:
-    """The host's time for a micro-batch's forward and backward, over the layers of its stage (ns).
-
-    recompute: share of the layers whose forward is launched again in the backward. layers: of a pipeline stage; None:
-    no pipeline.
-    """
-    return stage_launch_ns(LAUNCH_NS, recompute, layers)
-
-
 def stage_launch_ns(
     launch: tuple[float, float], recompute: float, layers: float | None
 ) -> tuple[float, float]:
-    """The same from `launch`, the launches of a layer's forward and backward (ns)."""
+    """The host's time for a micro-batch's forward and backward, over the layers of its stage (ns).
+
+    launch: of a layer's forward and backward. recompute: share of the layers whose forward is launched again in the
+    backward. layers: of a pipeline stage; None: no pipeline.
+    """
     forward, backward = launch
     per_layer = STAGE_NS / layers / 2 if layers else 0.0
     return forward + per_layer, backward + recompute * forward + per_layer
