@@ -19,10 +19,12 @@ import torch.distributed as dist
 from attention_oracle import padded
 from megatron.core import parallel_state
 from megatron.core.fusions import fused_softmax
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import random
+from megatron.core.transformer import attention, transformer_config
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -171,6 +173,63 @@ def test_packed_documents_compute_what_megatron_computes_for_each_alone(name):
         reference = theirs[parameter_name].grad
         error = (parameter.grad - reference).norm() / reference.norm().clamp_min(1e-12)
         assert error < 1e-3, (parameter_name, float(error))
+
+
+def rotate(x, frequencies, interleaved=False):
+    """As Transformer Engine's function is called, with Megatron's own arithmetic."""
+    return rope_utils._apply_rotary_pos_emb_bshd(x, frequencies, rotary_interleaved=interleaved)
+
+
+def split_and_rotate(mixed, queries, keys, widths, interleaved=False):
+    q, k, v = mixed.split(widths, dim=3)
+    q = q.reshape(*q.shape[:2], -1, widths[1])
+    return rotate(q, queries, interleaved), rotate(k, keys, interleaved), v
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [
+        ("interleaved RoPE", 3),
+        ("no RoPE in some layers", 2),
+        ("YaRN", 0),
+        ("norms of queries and keys", 0),
+        ("full recomputation", 6),  # each layer twice
+        ("recomputed attention", 3),
+    ],
+)
+def test_projections_split_and_rotated_in_one_kernel_change_no_bit(name, layers, monkeypatch):
+    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", rotate)
+    monkeypatch.setattr(transformer_config, "is_te_min_version", lambda *_: True)
+    tokens = torch.randint(0, VOCABULARY, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(1))
+    plan, results = shard(LENGTHS, 1, "per-document"), []
+    for fused in (False, True):
+        kernel = MagicMock(side_effect=split_and_rotate)
+        monkeypatch.setattr(attention, "HAVE_FUSED_QKV_ROPE", fused)
+        monkeypatch.setattr(attention, "apply_fused_qkv_rotary_pos_emb", kernel, raising=False)
+        model = build(True, apply_rope_fusion=True, **MODELS[name])
+        params = packed_seq_params(plan, 0, "cpu", window_of(model.config))
+        out = model(tokens, torch.from_numpy(plan.positions(0))[None], None, packed_seq_params=params)
+        out.square().sum().backward()
+        results.append([out, *(parameter.grad for parameter in model.parameters())])
+        assert kernel.call_count == layers * fused
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_rotation_counts_elements_in_32_bits():
+    """Beyond, Megatron splits and rotates: 2**26 tokens of 8 heads of 4 channels are 2**31 elements."""
+    seen = []
+
+    class Layer:
+        num_attention_heads_per_partition, num_query_groups_per_partition = 4, 2
+        hidden_size_per_attention_head = 4
+
+        def forward(self, *, rotary_pos_emb):
+            seen.append(rotary_pos_emb)
+
+    layer = spec._rotating(Layer)()
+    for tokens in (2**25, 2**26 - 1, 2**26, 2**27):
+        layer.forward(rotary_pos_emb=torch.empty(1).expand(tokens, 1, 1))
+    assert [x is not None for x in seen] == [False, False, True, True]
 
 
 def test_the_models_differ_where_their_names_say():
