@@ -35,8 +35,9 @@ LAYERS_70B = LAYERS_8B.replace("4096", "8192").replace("14336", "28672").replace
 LAYERS_30B_A3B = (
     f"{MODEL.replace('5632', '6144').replace('heads 16', 'heads 32')} --qk-layernorm --num-experts 128 "
     "--moe-router-topk 8 --moe-ffn-hidden-size 768 --moe-grouped-gemm --moe-token-dispatcher-type alltoall "
-    "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.001"
+    "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.001 --moe-router-force-load-balancing"
 )
+"""Routers of so short a run send all tokens to the same eight experts, so logits are random (Megatron's own switch)."""
 MODELS = {
     "2048": MODEL,
     "8B-layers": LAYERS_8B,

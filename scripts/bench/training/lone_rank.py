@@ -3,9 +3,8 @@
 python -m scripts.bench.training.lone_rank 5/32 REPORT.json <the flags of wlb_megatron.pretrain_gpt>
 
 torch's fake process group takes every collective for done. So tensors, kernels and the order of a step are those of
-rank 5 of 32; losses mean nothing. An all-to-all copies its input, a stage
-receives noise. What NCCL allocates is
-not counted. REPORT.json gets the peaks of each step, and what the memory model knows of this rank. With --by-the-flags,
+rank 5 of 32; losses mean nothing. An all-to-all copies its input, a stage receives noise. What NCCL allocates is not
+counted. REPORT.json gets the peaks of each step, and what the memory model knows of this rank. With --by-the-flags,
 steps recompute what Megatron's flags say.
 """
 
@@ -168,11 +167,11 @@ def reporting(report: Report, *, by_the_flags: bool) -> Iterator[None]:
         cuda.reset_peak_memory_stats()
         began = now
 
-    def noted(job: Any, config: Any) -> Any:
-        memory = limits.gpu_memory(job)
+    def noted(job: Any) -> Any:
+        memory = limits.gpu_memory(job, even_with_experts=True)
         if memory is not None:
             report.update(_described(memory))
-        return recompute_memory(job, config)
+        return recompute_memory(job)
 
     def planned(state: Any, batches: Any, decoders: Any) -> Any:
         state.suspended = state.suspended or by_the_flags

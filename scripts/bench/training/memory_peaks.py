@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -53,7 +54,7 @@ MODELS = {
     "experts": f"{COMMON} --hidden-size 2048 --ffn-hidden-size 6144 --num-attention-heads 32 --group-query-attention "
     "--num-query-groups 4 --kv-channels 128 --qk-layernorm --num-experts 128 --moe-router-topk 8 "
     "--moe-ffn-hidden-size 768 --moe-grouped-gemm --moe-token-dispatcher-type alltoall "
-    "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.001",
+    "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.001 --moe-router-force-load-balancing",
     "latent-lite": f"{COMMON} --hidden-size 2048 --ffn-hidden-size 10944 --num-attention-heads 16 "
     "--multi-latent-attention --no-rope-fusion --kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64 "
     "--v-head-dim 128 --qk-layernorm",
@@ -394,8 +395,12 @@ def row_of(report: dict[str, Any]) -> dict[str, Any]:
 
 def estimates(report: dict[str, Any], step: dict[str, Any]) -> tuple[int, int, int]:
     """Bytes by today's memory model: of weights, gradients and optimizer; of the fullest moment by the law of Lmax; by
-    the plan of this step's recomputation, 0 where there is none."""
-    experts = None if report["experts"] is None else Experts(**report["experts"])
+    the plan of this step's recomputation, 0 where there is none. With experts, for as many tokens as theirs received.
+    """
+    experts = None
+    if report["experts"] is not None:
+        received = max(step["experts"][1] for step in report["steps"])
+        experts = Experts(**{**report["experts"], "imbalance": ceil(100 * received)})
     shape = Model(**{**report["shape"], "experts": experts})
     layout, stage, alignment = Layout(**report["layout"]), report["stage"], report["alignment"]
     rows = [sum(end - start for _, start, end in row) for row in step["documents"]]
