@@ -80,6 +80,7 @@ ELSEWHERE = {
     "trace": "test_simulator_schemes.py",
     "profile": "test_simulator_profile.py",
     "gpu-memory": "test_job_flags.py",
+    "qk-layernorm": "is of memory alone: test_recompute_memory.py",
     "cp-mode": "test_job_flags.py",
     "no-split": "test_cli_analyze.py",
     "pictures": "test_cli_analyze.py",
@@ -149,7 +150,7 @@ INSPECT = values(
         KNOWN: """--model 7B --num-layers 8 --recompute selective --recompute-method block
             --recompute-num-layers 2 --wlb-recompute off --gpu-memory 40 --memory-margin 0.2""",
         OWN: """--hidden-size 2048 --num-attention-heads 16 --num-query-groups 2 --kv-channels 256
-            --ffn-hidden-size 512 --swiglu --vocab-size 512""",
+            --ffn-hidden-size 512 --swiglu --qk-layernorm --vocab-size 512""",
     }
 )
 

@@ -17,6 +17,7 @@ from wlb_megatron.workload.memory import (
     GIB,
     StageMemory,
     attended_bytes,
+    busy_bytes,
     layer_bytes,
     layers_bytes,
     micro_batch_bytes,
@@ -154,6 +155,30 @@ def test_experts_hold_a_row_for_each_that_a_token_passes():
     both = replace(FULL, tensor=2, sequence=True)
     cut, apart = (with_experts(1, tensor, layout=both) for tensor in (2, 1))
     assert cut - apart == 4 // 2 * 2 * 2
+
+
+def test_norms_of_queries_and_keys_keep_their_inputs():
+    """Two heads of queries and one of keys, of two channels in two bytes; multi-latent attention's are counted."""
+    normed, halved = replace(TINY, qk_norm=True), replace(FULL, tensor=2, sequence=True)
+    assert layer_bytes(normed, FULL) == layer_bytes(TINY, FULL) + (2 + 1) * 2 * 2
+    assert layer_bytes(normed, halved) == layer_bytes(TINY, halved) + (1 + 1) * 2 * 2
+    latent = replace(TINY, projections=100)
+    assert layer_bytes(replace(latent, qk_norm=True), FULL) == layer_bytes(latent, FULL)
+
+
+def test_recomputed_layers_with_experts_linger_with_input_and_gradient():
+    """Megatron's dispatcher refers to their last forward. Blocks of three layers are recomputed, of two virtual stages
+    those of both linger."""
+    for layout, layers, lingering in (
+        (FULL, [4], 4),
+        (replace(FULL, recompute_block=True, recompute_layers=3), [4], 3),
+        (replace(FULL, virtual=2), [2, 2], 4),
+        (FULL, ["*E*-"], 1),
+    ):
+        routed = replace(TINY, experts=Experts(8, 6))
+        first = stage_memory(routed, layout, 0, layers).chunks[0]
+        alone = max(busy_bytes(routed, layout, symbol) for symbol in symbols(layers[0]))
+        assert first.forward == alone + 2 * lingering * INPUT, (layout, layers)
 
 
 @pytest.mark.parametrize("unit", [1, 2, 4])
@@ -394,6 +419,7 @@ MEMORY_ALONE = {
     "fully_sharded": "hidden behind layers, as far as Assumptions.dp_exposed says",
     "losses_in_forward": "the same work at another time; pipelines exclude FSDP",
     "tied": "the same matrices are multiplied",
+    "qk_norm": "a small part of a layer's time outside attention",
     "dropout": "refused in attention, and a mask of a byte elsewhere",
     "dtype_bytes": "kernel tables and rates are of bf16",
     "losses": "further depths are predicted as none",

@@ -38,6 +38,7 @@ ARRIVES: list[tuple[dict[str, Any], str, Any]] = [
     ({"group_query_attention": False}, "model.shape.kv_heads", 16),
     ({"kv_channels": None, "hidden_size": 4096}, "model.shape.head_dim", 256),
     ({"swiglu": False}, "model.shape.gated", False),
+    ({"qk_layernorm": True}, "model.shape.qk_norm", True),
     ({"untie_embeddings_and_output_weights": False}, "model.shape.tied", True),
     ({"hidden_dropout": 0.1}, "model.shape.dropout", True),
     ({"padded_vocab_size": 512}, "model.vocabulary", 512),

@@ -23,7 +23,7 @@ VALIDATED: dict[str, Any] = {
     **{"train_data_path": None, "valid_data_path": None, "test_data_path": None},
     **{"seed": 1234, "num_workers": 2, "exit_signal": 15, "exit_signal_handler": False},
     **{"use_distributed_optimizer": True, "recompute_granularity": None, "recompute_num_layers": None},
-    **{"recompute_method": None, "distributed_timeout_minutes": 10},
+    **{"recompute_method": None, "distributed_timeout_minutes": 10, "qk_layernorm": False},
 }
 """Megatron's validated arguments of 8 layers of 2048 at a window of 32K on one GPU, as far as they are read."""
 

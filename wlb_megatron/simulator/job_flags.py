@@ -152,6 +152,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="gated feed-forward (default: the known shape's; for your own off)",
     )
+    model("--qk-layernorm", action="store_true", help="norms of queries and keys, for memory")
     model("--vocab-size", type=whole(1), help="rows of the embedding (default: the known shape's)")
 
 
@@ -497,6 +498,7 @@ def read_shape(args: argparse.Namespace, profile: Profile | None = None) -> Mode
         "vocab": args.vocab_size,
         "head_dim": args.kv_channels,
         "gated": args.swiglu or None,
+        "qk_norm": args.qk_layernorm or None,
     }
     flags_set = {name: value for name, value in flags.items() if value is not None}
     if profile is not None:

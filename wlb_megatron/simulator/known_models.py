@@ -25,11 +25,11 @@ PRESETS = {
     "llama3-8b": _dense(32, 4096, 14336, 32, 128256),
     "llama3-70b": _dense(80, 8192, 28672, 64, 128256),
     "llama3-405b": _dense(126, 16384, 53248, 128, 128256),
-    "qwen3-8b": _dense(36, 4096, 12288, 32, 151936),
+    "qwen3-8b": f"{_dense(36, 4096, 12288, 32, 151936)} --qk-layernorm",
     "qwen3-30b-a3b": _dense(48, 2048, 6144, 32, 151936).replace("groups 8", "groups 4")
-    + f" {_experts(128, 8, 768)}",
+    + f" --qk-layernorm {_experts(128, 8, 768)}",
     "qwen3-235b-a22b": _dense(94, 4096, 12288, 64, 151936).replace("groups 8", "groups 4")
-    + f" {_experts(128, 8, 1536)}",
+    + f" --qk-layernorm {_experts(128, 8, 1536)}",
     "deepseek-v3": f"{_COMMON} --num-layers 61 --hidden-size 7168 --ffn-hidden-size 18432 --num-attention-heads 128 "
     f"--vocab-size 129280 {_LATENT} {_experts(256, 8, 2048)} --moe-shared-expert-intermediate-size 2048 "
     "--moe-layer-freq ([0]*3+[1]*58)",

@@ -124,8 +124,22 @@ def working_bytes(shape: Model, layout: Layout, stage: int) -> int:
     if layout.recompute == "full":
         again = max(unit_bytes(chunk, shape, layout) for chunk in chunks)
         working += again - keys * layout.keep_keys
+        working += sum(lingering_bytes(chunk, shape, layout) for chunk in chunks)
     logits = output_bytes(shape, layout) if is_last(layout, stage) else 0
     return max(working, logits)
+
+
+def lingering_bytes(layers: str, shape: Model, layout: Layout) -> int:
+    """What the recomputed layers of a virtual stage hold of the micro-batch whose backward was last.
+
+    Megatron's token dispatcher refers to a tensor of the recomputed forward until the next one. That keeps a layer's
+    input and the gradient of it.
+    """
+    if shape.experts is None:
+        return 0
+    recomputed = layers[: layout.recompute_layers] if layout.recompute_block else layers
+    routed = sum(symbol in ("E", WHOLE, WHOLE_NET) for symbol in recomputed)
+    return 2 * routed * spread_elements(shape.hidden, layout) * shape.dtype_bytes
 
 
 def attention_bytes(layers: str, shape: Model, layout: Layout) -> int:
@@ -265,6 +279,8 @@ def layer_bytes(shape: Model, layout: Layout, symbol: str = WHOLE) -> int:
     heads = -(-shape.heads // tp)
     attention = heads * (2 * shape.head_dim * b + 4)  # q, output; log-sum-exp in fp32
     attention += kv_elements(shape, layout) * b + norm
+    if shape.qk_norm and shape.projections is None:  # the inputs of the norms of queries and keys
+        attention += heads * shape.head_dim * b + kv_elements(shape, layout) * b // 2
     feed_forward = ffn_bytes(shape, layout, symbol) + norm
     parts = {"*": attention, WHOLE: attention + feed_forward}
     if nets := shape.delta_nets:
@@ -456,8 +472,10 @@ def stage_memory(
         raise ValueError(f"recomputation of {layout.recompute!r} has no number of layers to plan")
     last = is_last(layout, stage)
     further = [""] * (len(layers) - 1) + [symbols(depths) if last else ""]
+    lingering = sum(lingering_bytes(symbols(chunk), shape, layout) for chunk in layers)
     chunks = tuple(
-        _chunk(shape, layout, symbols(chunk), more) for chunk, more in zip(layers, further, strict=True)
+        _chunk(shape, layout, symbols(chunk), more, lingering)
+        for chunk, more in zip(layers, further, strict=True)
     )
     held_keys = kv_elements(shape, layout) * (shape.dtype_bytes + max(4, shape.dtype_bytes))
     # cuDNN's gradients are made for rounded counts of keys: 40,844 are 65,536.
@@ -471,7 +489,7 @@ def stage_memory(
     )
 
 
-def _chunk(shape: Model, layout: Layout, layers: str, depths: str) -> ModelChunk:
+def _chunk(shape: Model, layout: Layout, layers: str, depths: str, lingering: int) -> ModelChunk:
     keys = gathered_keys_bytes(shape, layout)
     first_input = spread_elements(shape.hidden, layout) * shape.dtype_bytes
     kept = {symbol: kept_bytes_of(symbol, shape, layout) for symbol in sorted({*layers, *depths})}
@@ -498,8 +516,8 @@ def _chunk(shape: Model, layout: Layout, layers: str, depths: str) -> ModelChunk
         input=first_input,
         floor=floor,
         switched=switched,
-        forward=forward,
-        working=max(at_work, attention),
+        forward=forward + lingering,
+        working=max(at_work, attention) + lingering,
         remade=0 if begins_kept else unit_bytes(layers, shape, layout),
         keyed=keyed_layers(layers + depths),
         unlike=() if {*layers} <= {WHOLE} else _unlike(layers, kept, shape),

@@ -111,7 +111,7 @@ class Model:
     layers: num_layers; for memory those of the fullest pipeline stage, all its virtual stages together (rounded up); of
     a HybridModel their symbols, such as "*-|*E" of two virtual stages, of which each is attention, an MLP or experts
     alone. heads: num_attention_heads. kv_heads: num_query_groups under group_query_attention, else heads. head_dim:
-    kv_channels, 0 for hidden / heads. vocab: padded_vocab_size. gated: swiglu. tied: not
+    kv_channels, 0 for hidden / heads. qk_norm: qk_layernorm. vocab: padded_vocab_size. gated: swiglu. tied: not
     untie_embeddings_and_output_weights. dropout: hidden_dropout > 0. dtype_bytes: 2 with bf16 or fp16, else 4.
     losses: 1 + mtp_num_layers of each token; each has logits. experts: those of every layer; how many tokens they get
     is assumed.
@@ -125,6 +125,7 @@ class Model:
     heads: int
     kv_heads: int
     head_dim: int = 0
+    qk_norm: bool = False
     vocab: int = 128_256
     gated: bool = True
     tied: bool = False

@@ -43,8 +43,7 @@ from wlb_megatron.plan import IterationPlan, Piece
 from wlb_megatron.report.progress import progress
 from wlb_megatron.report.table import print_table, write_csv
 from wlb_megatron.workload.cost_model import CostModel
-from wlb_megatron.workload.memory import GIB
-from wlb_megatron.workload.stage_memory import ModelChunk, StageMemory
+from wlb_megatron.workload.memory import GIB, ModelChunk, StageMemory
 
 COST = CostModel(quadratic_at=24576)
 WINDOW = 131072

@@ -203,7 +203,7 @@ def _described(memory: GpuMemory) -> Report:
     return {
         "shape": asdict(memory.shape),
         "layout": asdict(memory.layout),
-        "experts": memory.experts and asdict(memory.experts),
+        "experts": memory.shape.experts and asdict(memory.shape.experts),
         "depths": memory.depths,
         "window": memory.window,
         "alignment": memory.alignment,

@@ -34,16 +34,8 @@ from scripts.warm_ranks import WarmRanks
 from wlb_megatron.pipeline.kept_layers import Load, floor_peak, stage_orders
 from wlb_megatron.report.table import write_csv
 from wlb_megatron.simulator.lengths import long_tailed
-from wlb_megatron.workload.memory import (
-    GIB,
-    Experts,
-    Layout,
-    Model,
-    chunked_bytes,
-    token_bytes,
-    weight_bytes,
-)
-from wlb_megatron.workload.stage_memory import stage_memory
+from wlb_megatron.workload.memory import GIB, chunked_bytes, stage_memory, token_bytes, weight_bytes
+from wlb_megatron.workload.model import Experts, Layout, Model
 
 COMMON = "--normalization RMSNorm --swiglu --position-embedding-type rope --disable-bias-linear --hidden-dropout 0 "
 COMMON += "--untie-embeddings-and-output-weights --attention-dropout 0 --num-layers 4"
@@ -418,10 +410,7 @@ def plan_peak(report: dict[str, Any], shape: Model, layout: Layout, plan: dict[s
     """Bytes of a step's fullest event on this stage: as it was planned, or today's with the flags of recomputation."""
     if not plan["by_the_flags"]:
         return int(plan["peak"])
-    whole, depths = replace(shape, experts=None), report["depths"]
-    memory = stage_memory(
-        *(whole, layout, report["stage"], plan["layers"]), depths=depths, experts=shape.experts
-    )
+    memory = stage_memory(shape, layout, report["stage"], plan["layers"], depths=report["depths"])
     orders = stage_orders(layout.pipeline, len(plan["loads"]), len(plan["layers"]), plan["groups"] or None)
     return floor_peak(orders[report["stage"]], [Load(**load) for load in plan["loads"]], memory)
 

@@ -76,6 +76,7 @@ class TrainedModel:
             heads=heads,
             kv_heads=args.num_query_groups if grouped else heads,
             head_dim=head_dim,
+            qk_norm=args.qk_layernorm,
             vocab=vocabulary or LARGE_VOCABULARY,
             gated=args.swiglu,
             tied=not args.untie_embeddings_and_output_weights,
