@@ -25,7 +25,7 @@ from wlb_megatron.workload.cost_model import CostModel
 ITERATIONS = 4
 """Plans of each corpus."""
 
-PACKERS = [
+FAMILIES: list[tuple[str, str, float]] = [
     *((name, "off", 1.5) for name in PACKERS if name != "fixed-solver"),
     *(("varlen", "on", share) for share in (0.15, 0.4, 0.75)),
 ]
@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--plans", type=int, default=1000, help="over all families, about")
     parser.add_argument("--batch-spread", default="auto", help="as --wlb-batch-spread (default: auto)")
     args = parser.parse_args()
-    families = list(product(PACKERS, (1, 2, 4), (1, 2, 4, 8)))
+    families = list(product(FAMILIES, (1, 2, 4), (1, 2, 4, 8)))
     corpora = -(-args.plans // (ITERATIONS * len(families)))
     for (packing, chunks, share), dp, pp in families:
         name = f"{packing:14}chunks={chunks:4}lmax={share:<5}dp={dp} pp={pp}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from scripts.bench.attention.attention_steps import (
 )
 from wlb_megatron.attention.device_layout import device_layout
 from wlb_megatron.attention.kernels import kernel_choice
+from wlb_megatron.attention.kernels.before_training import GraphKernels
 from wlb_megatron.attention.kernels.torch_backend import TorchKernels
 from wlb_megatron.attention.sharded_attention import apply_sink, sink_gradient
 from wlb_megatron.report.table import write_csv
@@ -121,7 +122,7 @@ def expect(plan: ShardPlan, x: SimpleNamespace, way: Way) -> None:
         near = layout.window or layout.single
         for call in [near.call] if near else [layout.diagonals, layout.rectangles]:
             if call and call.equal:
-                way.kernels.expect(call, x.q, kv)
+                cast(GraphKernels, way.kernels).expect(call, x.q, kv)
 
 
 def _te_errors(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -63,6 +64,9 @@ def real(mixes: Mixes, args: argparse.Namespace) -> None:
         layout = device_layout(attention_layout(plan, rank), "cuda")
         return sharded_step(layout, plan.packed_index(rank), x, group, Way(keep_keys=keep_keys))
 
+    def first(*inputs: Any) -> Step:
+        return ours(*inputs)[0]
+
     checked = [] if args.no_check else [name for name in mixes if not args.check or name in args.check]
     table = ErrorTable(say)
     for name in checked:
@@ -94,18 +98,18 @@ def real(mixes: Mixes, args: argparse.Namespace) -> None:
         lengths = padded_to(documents, 16)
         x = tensors(int(lengths.sum()))
         steps: dict[str, Callable[[], Step]] = {
-            "TE p2p": lambda n=lengths: te_context_parallel("p2p", n, group),
-            "TE all_gather": lambda n=lengths: te_context_parallel("all_gather", n, group),
+            "TE p2p": partial(te_context_parallel, "p2p", lengths, group),
+            "TE all_gather": partial(te_context_parallel, "all_gather", lengths, group),
         }
         for kind in args.kinds:
             plan = planned(lengths, cp, kind)
-            steps[kind] = lambda p=plan, x=x: ours(p, x)[0]
+            steps[kind] = partial(first, plan, x)
         # Of the last kind: keys exchanged again in backward; and with nothing travelling, so that the
         # difference is what is seen of the transfer.
         step = ours(plan, x)[0]
-        steps[args.kinds[-1] + ", keys again"] = lambda p=plan, x=x: ours(p, x, False)[0]
+        steps[args.kinds[-1] + ", keys again"] = partial(first, plan, x, False)
         still = NothingTravels()
-        steps[args.kinds[-1] + ", no transfer"] = lambda s=step, t=still: lambda n=1: swapped(t, s, n)
+        steps[args.kinds[-1] + ", no transfer"] = partial(partial, swapped, still, step)
         line = f"{name:16}"
         for kind, make in steps.items():
             times = torch.tensor(measure(make(), agree, most=11), device="cuda")

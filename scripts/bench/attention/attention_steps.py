@@ -43,7 +43,7 @@ class Way:
 PLAIN = Way()
 
 
-def swapped(all_to_all: Callable[..., Any], step: Step, layers: int) -> list[Tensor]:
+def swapped(all_to_all: Callable[..., Any], step: Step, layers: int = 1) -> list[Tensor]:
     """The step with another way for rows to travel."""
     real = kv_exchange._all_to_all
     kv_exchange._all_to_all = all_to_all

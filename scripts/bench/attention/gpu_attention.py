@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -73,4 +72,4 @@ def run(mixes: dict[str, list[int]], args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

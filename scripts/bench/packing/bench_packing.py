@@ -84,9 +84,10 @@ class Case:
 
     def run(self, tick: Callable[[], None]) -> dict[str, Any]:
         lengths = pieces_of(self.lengths, self.window, "split")
-        timed = Timed(self.packer(sample_lengths(lengths, self.window, "split")))
+        timed: Any = Timed(self.packer(sample_lengths(lengths, self.window, "split")))
         planner = Planner(Repeated(lengths), timed, global_tokens=self.bins * self.window)
-        seen, gaps = Seen(), []
+        seen = Seen()
+        gaps: list[Any] = []
         for _ in range(self.iterations):
             plan = planner.next_iteration()
             assert plan is not None
@@ -106,7 +107,7 @@ class Seen:
         self.largest: list[int] = []
         self.mean: list[float] = []
         self.tokens: list[int] = []
-        self.entry: dict[tuple[int, int, int], int] = {}
+        self.entry: dict[tuple[int, int], int] = {}
         self.tokens_of_delay: dict[int, int] = {}
         self.waiting: tuple[Piece, ...] = ()
         self.now = 0
@@ -240,7 +241,7 @@ def _time(
     **settings: Any,
 ) -> dict[str, Any]:
     config = WlbConfig(packing=packing, **settings)
-    timed = Timed(make_packer(PackingJob(config, COST, window=window, micro_batches=bins, pp=pp)))
+    timed: Any = Timed(make_packer(PackingJob(config, COST, window=window, micro_batches=bins, pp=pp)))
     planner = Planner(Repeated(lengths), timed, global_tokens=bins * window)
     arrived, micro_batches = [], []
     for _ in range(iterations):
@@ -261,7 +262,13 @@ def _time(
     }
 
 
-LAYER = {"kept": 138_000, "input": 9_000, "forward": 140_000, "working": 300_000, "remade": 138_000}
+LAYER: dict[str, Any] = {
+    "kept": 138_000,
+    "input": 9_000,
+    "forward": 140_000,
+    "working": 300_000,
+    "remade": 138_000,
+}
 """Bytes of a layer of 4096 for a token held."""
 
 STEPS = {

@@ -77,7 +77,7 @@ def predicted(results: Path, profile: Profile) -> list[Row]:
     with (results / "validation_iterations.csv").open(encoding="utf-8") as lines:
         measured = list(csv.DictReader(lines))
     plans = json.loads((results / "validation_plans.json").read_text(encoding="utf-8"))
-    models = {layout: model_of(layout, profile, SHAPE.layers, BETWEEN) for layout in LAYOUTS}
+    models = {layout: model_of(layout, profile, int(SHAPE.layers), BETWEEN) for layout in LAYOUTS}
     rows: list[Row] = []
     for run in dict.fromkeys(row["run"] for row in measured):
         chosen = [row for row in measured if row["run"] == run]

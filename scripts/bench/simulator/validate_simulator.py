@@ -71,7 +71,7 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     if options.again is not None:
         made = read_profile(options.again / "profile_2048.json")
-        print_comparison(predicted(options.again, made), made, SHAPE.layers, options.out)
+        print_comparison(predicted(options.again, made), made, int(SHAPE.layers), options.out)
         return
     profile = options.profile or options.out / "profile.json"
     with tempfile.TemporaryDirectory() as scratch:

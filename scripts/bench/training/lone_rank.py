@@ -139,7 +139,8 @@ def reporting(report: Report, *, by_the_flags: bool) -> Iterator[None]:
         return preprocess(self, routing_map)
 
     usual, recompute_memory = trace.after_iteration, provider.recompute_memory
-    plan, loads = recomputation._plan, []
+    plan = recomputation._plan
+    loads: list[Report] = []
     began = time.perf_counter()
 
     def after_iteration(iteration: int, _: Any, __: Any, pieces: Any) -> None:
@@ -188,7 +189,8 @@ def reporting(report: Report, *, by_the_flags: bool) -> Iterator[None]:
         return made
 
     try:
-        trace.after_iteration, provider.recompute_memory = after_iteration, noted
+        replaced: Any = trace
+        replaced.after_iteration, provider.recompute_memory = after_iteration, noted
         recomputation._plan, dispatcher.preprocess = planned, counted
         yield
     finally:

@@ -14,7 +14,6 @@ import importlib
 import os
 import runpy
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ class Documents:
         self._begins = np.cumsum(lengths) - lengths
         masks = Path(f"{prefix}.mask")
         self._mask = np.memmap(masks, dtype=np.uint8, mode="r") if masks.exists() else None
-        self._packs: Sequence[Any] = np.load(f"{prefix}.order.npy")[:, None]
+        self._packs: Any = np.load(f"{prefix}.order.npy")[:, None]
 
     def __len__(self) -> int:
         return len(self._packs)
