@@ -128,7 +128,7 @@ def changes(start: Candidate, end: Candidate) -> str:
     """The flags by which another job differs from the given one, "" for none."""
     flags = []
     before, after = _megatron_flags(start.job), _megatron_flags(end.job)
-    flags += [f"{flag} {value}" for flag, value in after.items() if before.get(flag, "1") != value]
+    flags += [f"{flag} {value}" for flag, value in after.items() if before.get(flag) != value]
     if before.keys() - after.keys() and end.job.model.recompute == "none":
         flags.append("(without --recompute-*)")
     flags_before, flags_after = flags_of(start.config).split(" --"), flags_of(end.config).split(" --")
