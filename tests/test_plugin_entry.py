@@ -1,6 +1,8 @@
 """Flags, refusals and bad input at the entry: one clear line, a non-zero exit, nothing written."""
 
 import argparse
+import os
+import signal
 import subprocess
 import sys
 import types
@@ -312,6 +314,16 @@ def test_from_bin_and_idx_to_optimizer_steps_through_the_command_a_user_types(co
     assert len(losses) == 8
     assert losses[0] > 4 and losses[-1] < 0.5 * losses[0]
     assert "[wlb] iteration 8" in said
+
+
+def test_the_launchers_help_may_be_cut_short():
+    reader, writer = os.pipe()
+    os.close(reader)  # as `| head` that has read enough
+    done = subprocess.run(
+        [sys.executable, "-m", "wlb_megatron.launch", "--help"], stdout=writer, stderr=subprocess.PIPE
+    )
+    os.close(writer)
+    assert done.returncode == -signal.SIGPIPE and not done.stderr
 
 
 @pytest.mark.megatron

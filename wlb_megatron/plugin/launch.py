@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import runpy
+import signal
 import sys
 
 from wlb_megatron.arguments import add_arguments
@@ -20,6 +21,8 @@ def main() -> None:
     arguments = sys.argv[1:]
     if not arguments:
         raise SystemExit(USAGE)
+    if arguments[0] in ("-h", "--help", "--describe"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` may read enough
     if arguments[0] in ("-h", "--help"):
         print(USAGE, flags_help(), sep="\n\n")
         return
