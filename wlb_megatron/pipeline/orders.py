@@ -184,7 +184,7 @@ def _whole_groups(stages: int, group_sizes: Sequence[int], chunks: int) -> tuple
 def in_flight(orders: Sequence[Sequence[Step]], tokens: Sequence[int]) -> list[int]:
     """For each stage the most tokens held at once, from their forward to the end of their backward.
 
-    tokens: of each micro-batch. Steps of an interleaved stage count a micro-batch once for each model chunk.
+    tokens: each micro-batch's. Steps of an interleaved stage count a micro-batch once for each model chunk.
     """
     peaks = []
     for order in orders:

@@ -58,8 +58,8 @@ class StepLaw:
     pp: stages. vpp: model chunks per stage. group: an interleaved schedule takes its micro-batches in multiples of
     it. per_micro_batch: work units that each micro-batch adds. least: work units that its forward and its backward
     take at least. per_chunk: work units that a micro-batch of a group adds. backward: how many times as long as a
-    forward, (5, 2): 2.5 times. again: thousandths of a forward that the flags repeat in each backward. rooms: what the
-    first and the last stage can keep, if each step keeps as many layers as fit; None: each runs the flags.
+    forward, (5, 2): 2.5 times. again: thousandths of a forward that the flags repeat in each backward. rooms: room of
+    the first and the last stage, if each step keeps as many layers as fit; None: each runs the flags.
     """
 
     pp: int = 1
@@ -82,7 +82,7 @@ class StepLaw:
 
     def kept(self, tokens: Sequence[int], groups: Sequence[int] | None = None) -> int:
         """Thousandths of the layers recomputed by the flags that a step can keep on its first and its last stage.
-        tokens: of its micro-batches. 0 where each step runs the flags."""
+        tokens: its micro-batches'. 0 where each step runs the flags."""
         if self.rooms is None:
             return 0
         sizes = groups or (1,) * len(tokens)
@@ -126,9 +126,9 @@ class StepLaw:
         groups: tuple[int, ...] | None = None,
         tokens: Sequence[int] | None = None,
     ) -> int:
-        """Work units from a rank's first forward to its last backward; works: of its micro-batches, in order; groups:
-        sizes of those whose backwards run last first (pipeline.orders.grouped_orders), None: all 1. tokens: of the
-        micro-batches, by which the step keeps layers; None: each backward repeats what the flags say.
+        """Work units from a rank's first forward to its last backward; works: its micro-batches', in order; groups:
+        sizes of those whose backwards run last first (pipeline.orders.grouped_orders), None: all 1. tokens: the
+        micro-batches', by which the step keeps layers; None: each backward repeats what the flags say.
 
         Two stages, micro-batches of 3 and 3: F0 F1 B0 B1 on the first, 1 + 1 + (1 wait) .. in all 9 = (2 + 1) * 3.
         """
@@ -161,7 +161,7 @@ class StepLaw:
         tokens: Sequence[Sequence[int]] | None = None,
     ) -> int:
         """Work units of a step: the slowest data-parallel rank. columns: works of each rank's micro-batches; groups,
-        tokens: of each rank, see `rank`."""
+        tokens: each rank's, see `rank`."""
         none: list[None] = [None] * len(columns)
         of_ranks = list(zip(columns, groups or none, tokens or none, strict=True))
         if self.pp > 1 and len(of_ranks) > EXACT:

@@ -103,8 +103,8 @@ def latent_parameters(
 def with_windows(at: float, window: int, full_share: float) -> float:
     """quadratic_at of a model in which only a share of the layers sees whole documents, the others a window.
 
-    at: of layers that see all. A windowed layer's attention takes 2 * window / at of a token's linear work, whatever
-    the length: with half of the layers full, at 24K and a window of 1K, work is quadratic from (24K + 1K) / 0.5 on.
+    at: quadratic_at of layers that see all. A windowed layer's attention takes 2 * window / at of a token's linear
+    work, at any length: with half of the layers full, at 24K and a window of 1K, it is (24K + 1K) / 0.5.
     """
     return (at + 2 * window * (1 - full_share)) / max(full_share, 1e-6)
 
@@ -112,7 +112,7 @@ def with_windows(at: float, window: int, full_share: float) -> float:
 def document_cost(segment_ns: float, parameters: int) -> float:
     """What one more document costs, in tokens of linear work: two segments of a kernel call.
 
-    segment_ns: of all heads together, forward + backward; a token takes 6 FLOPs a parameter. Whatever divides heads
+    segment_ns: all heads' together, forward + backward; a token takes 6 FLOPs a parameter. Whatever divides heads
     and parameters alike (tensor parallelism) cancels, and context parallelism is left out, so that plans do not
     depend on the layout. 3.8 us a segment and 202M parameters: 4 tokens a document.
     """

@@ -65,10 +65,10 @@ class Costs:
     """One tensor-parallel rank's costs, in nanoseconds unless said otherwise.
 
     * forward, backward: attention tables of one layer. layer: the rest of a layer, without communication.
-    * embedding, loss: of the first and last stage. optimizer: per parameter that a GPU owns.
-    * host: to launch a layer's forward and its backward. host_second: what a call on earlier keys adds.
-      host_embedding, host_loss: of the first and last stage.
-    * links: of the collectives that were measured.
+    * embedding, loss: more on the first and last stage. optimizer: per parameter that a GPU owns.
+    * host: to launch a layer's forward and its backward. host_second: more for a call on earlier keys.
+      host_embedding, host_loss: more on the first and last stage.
+    * links: times of the collectives that were measured.
     * quadratic_at, per_document: in tokens, as in the cost model that packing balances by (cost_model.py).
     """
 
@@ -159,9 +159,9 @@ def micro_batch_cost(
 ) -> MicroBatchCost:
     """What a micro-batch costs besides its documents; each context-parallel rank launches for itself.
 
-    costs: of a profile; None: figures of H100 and H200 hosts. parameters: of a layer on one tensor-parallel rank.
-    width: its heads x channels. recompute: share of the layers whose backward runs the whole forward again. layers: of
-    a pipeline stage; None: no pipeline.
+    costs: a profile's; None: figures of H100 and H200 hosts. parameters: a layer's on one tensor-parallel rank.
+    width: its heads x channels. recompute: share of the layers whose backward runs the whole forward again. layers: a
+    pipeline stage's; None: no pipeline.
     """
     if costs is not None:
         token, own, launch = costs.token_ns(recompute), costs.fixed_ns(recompute), costs.host

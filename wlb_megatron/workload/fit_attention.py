@@ -49,7 +49,7 @@ class Overheads(NamedTuple):
 
 
 def predicted(sample: Sample, table: KernelTable, overheads: Overheads) -> float:
-    """Nanoseconds of an attention sample, one way. table: of the pairs alone."""
+    """Nanoseconds of an attention sample, one way. table: times of the pairs alone."""
     return _pairs_ns(sample, table) + float(np.dot(_counts(sample), overheads))
 
 

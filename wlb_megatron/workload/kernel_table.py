@@ -94,7 +94,7 @@ class KernelTable:
             raise ValueError("a kernel table's times must be positive nanoseconds")
 
     def scaled(self, *, heads: int, kv_heads: int, head_dim: int) -> KernelTable:
-        """For another shape of model, by FLOPs and bytes. heads and kv_heads: of one tensor-parallel rank."""
+        """For another shape of model, by FLOPs and bytes. heads and kv_heads: one tensor-parallel rank's."""
         work = heads * head_dim / (self.heads * self.head_dim)
         return replace(
             self,

@@ -91,7 +91,7 @@ def _layer_counts(shape: Model) -> tuple[int, int, int]:
 
 
 def _state_bytes(parameters: int, copies: int, shape: Model, layout: Layout) -> int:
-    """parameters: of one rank. copies: ranks that hold the same ones."""
+    """Bytes of weights, gradients and optimizer. parameters: one rank's. copies: ranks that hold the same ones."""
     held = shape.dtype_bytes + 4
     states = 8 + (4 if shape.dtype_bytes < 4 else 0)
     if layout.fully_sharded:
@@ -267,7 +267,7 @@ def unit_bytes(layers: str, shape: Model, layout: Layout) -> int:
 
 
 def layer_bytes(shape: Model, layout: Layout, symbol: str = WHOLE) -> int:
-    """Activations of a layer for a token held, without gathered keys. symbol: of its kind.
+    """Activations of a layer for a token held, without gathered keys. symbol: its kind, in a HybridModel's pattern.
 
     Elements, plain heads, ffn 4h: inputs of two norms and of the two matrices behind them 4h; q, k, v 3h, attention's
     output 1h; FFN's first output 4h and second input 4h. In 2 bytes 32h, and 2h of dropout masks: the paper's 34h.
@@ -464,7 +464,7 @@ def stage_memory(
     *,
     depths: int | str = 0,
 ) -> StageMemory:
-    """What stage `stage` holds. layers: of each of its model chunks, of a HybridModel their symbols. depths: layers of
+    """What stage `stage` holds. layers: each of its model chunks', a HybridModel's as symbols. depths: layers of
     multi-token prediction, on the last chunk of the last stage. Raises ValueError if the flags recompute no layers in
     full.
     """
@@ -526,7 +526,7 @@ def _chunk(shape: Model, layout: Layout, layers: str, depths: str, lingering: in
 
 def _unlike(layers: str, kept: Mapping[str, int], shape: Model) -> tuple[UnlikeLayer, ...]:
     """The layers of a chunk of several kinds. Their parameters share out the linear work of as many whole layers as
-    there are layers with attention: of *--, with 1 and twice 2 million parameters, the thousandths 200, 400 and 400."""
+    there are layers with attention. *-- with 1 and twice 2 million parameters: thousandths 200, 400 and 400."""
     experts = shape.experts
     routed = 0 if experts is None else ffn_parameters(shape, experts.shared + experts.chosen * experts.ffn)
     parameters = {"*": attention_parameters(shape), "-": ffn_parameters(shape, shape.ffn), "E": routed}

@@ -59,7 +59,7 @@ def stage_launch_ns(
 
 
 def token_ns(parameters: float, recompute: float) -> float:
-    """Linear work of a token in a layer, forward + backward (ns). parameters: of the layer on one tensor-parallel
+    """Linear work of a token in a layer, forward + backward (ns). parameters: the layer's on one tensor-parallel
     rank.
     """
     return (6 + 2 * recompute) * parameters / MATRIX_FLOPS * 1e9

@@ -160,7 +160,7 @@ class Layout:
 
     tensor, context, pipeline: ..._model_parallel_size (context_parallel_size). data: data_parallel_size. sequence:
     sequence_parallel. virtual: virtual_pipeline_model_parallel_size or 1. group: micro-batches that pass one virtual
-    stage before the next (microbatch_group_size_per_vp_stage); None: as many as stages. micro_batches:
+    stage before the next (microbatch_group_size_per_vp_stage); None: one for each stage. micro_batches:
     global_batch_size / data.
     distributed_optimizer: use_distributed_optimizer (its states are spread over data x context ranks).
     fully_sharded: FSDP spreads weights and gradients over them too. losses_in_forward: with documents in chunks, losses

@@ -1,4 +1,4 @@
-"""A profile as one JSON file: what the profiler measured of a model's shape on a GPU, and the costs fitted to it."""
+"""A profile as one JSON file: a model's shape, the profiler's samples of it on a GPU, and the costs fitted to them."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class ProfiledModel(Model):
 class Profile:
     """A profile as it is used.
 
-    device: the GPU's name. host: the processor's name, empty in older profiles. fingerprint: of what was measured.
+    device: the GPU's name. host: the processor's name, empty in older profiles. fingerprint: a digest of samples.
     """
 
     path: str
