@@ -159,8 +159,10 @@ def test_gated_delta_nets_add_work_by_token_and_leave_out_chunks(command, refuse
 def test_what_the_prediction_leaves_out_is_noted(command):
     own = "analyze --no-split --iterations 1 --lengths 20,30,64 --world-size 1 --"
     more = "--fp8-format hybrid --lr 1e-4 --profile --wlb-log x --wlb-graph-seconds=5 --wlb-packng original"
+    more += " --seq-lenght 8"
     code, out, _ = command(f"{own} {JOB} {more}")
-    assert code == 0 and out.count("note: ") == 3
+    assert code == 0 and out.count("note: ") == 4
+    assert "note: --seq-lenght is not predicted: did you mean seq-length?" in out
     assert "note: --fp8-format is not predicted: times are of bf16" in out
     for flag in ("--graph-seconds", "--packng"):
         assert f"note: {flag} is not predicted: wlb_megatron has no such flag" in out

@@ -69,7 +69,7 @@ def _predict(arguments: Sequence[str], world: int) -> int:
     if not code:
         print(
             f"> wlb_megatron: Megatron and the plugin take these flags on {world} GPUs. Not checked: kernels, "
-            "checkpoints. Other settings: wlb-megatron analyze -- <the same command>"
+            "checkpoints, tokenizer. Other settings: wlb-megatron analyze -- <the same command>"
         )
     return code
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
@@ -114,10 +115,19 @@ def launch_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def notes_of(unknown: Sequence[str]) -> list[str]:
-    """A line for each flag that matters to a prediction and is not read, of the words that the parser did not take."""
+    """A line for each flag that matters to a prediction and is not read, or is almost one that is read.
+
+    unknown: the words that the parser did not take.
+    """
     flags = dict.fromkeys(word.split("=")[0] for word in unknown)
     others = {flag for flag in flags if flag.startswith("--wlb-")} - {
         f"--wlb-{setting.name.replace('_', '-')}" for setting in fields(WlbConfig)
     }
-    notes = PASSED_OVER | dict.fromkeys(others, "wlb_megatron has no such flag in this release")
+    unread = [flag for flag in flags if flag not in MEGATRON]
+    near = {flag: difflib.get_close_matches(flag, sorted(MEGATRON), n=1, cutoff=0.9) for flag in unread}
+    # Without --, for which a message would have the commands' own name.
+    notes = {
+        flag: f"did you mean {name[2:]}?" for flag, names in near.items() for name in names
+    } | PASSED_OVER
+    notes |= dict.fromkeys(others, "wlb_megatron has no such flag in this release")
     return [f"note: {flag} is not predicted: {notes[flag]}" for flag in flags if flag in notes]
