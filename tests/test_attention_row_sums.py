@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from wlb_megatron.attention.device_layout import RowGroups, _row_groups, _ship
+from wlb_megatron.attention.device_layout import RowGroups, Shipment, _row_groups
 from wlb_megatron.attention.kernels.row_sums import (
     _in_sixteens,
     add_rows,
@@ -74,7 +74,7 @@ def test_the_fused_kernels_do_the_same():
     pytest.importorskip("triton")
     code = """
 import numpy as np, torch
-from wlb_megatron.attention.device_layout import RowGroups, _row_groups, _ship
+from wlb_megatron.attention.device_layout import RowGroups, _row_groups
 from wlb_megatron.attention.kernels import row_sums, row_sums_triton
 torch.manual_seed(0)
 groups = RowGroups(*(torch.from_numpy(x).int() for x in _row_groups(np.random.default_rng(0).integers(0, 30, 50), 37)))
@@ -133,7 +133,9 @@ for function in (row_sums.join_rows, row_sums_triton.join_rows):
 def test_index_tensors_begin_where_triton_need_not_compile_anew():
     """Lengths 3, 1 and 5 of one copy: each begins at a multiple of four numbers, 16 bytes."""
     arrays = [np.arange(3), np.array([7]), np.arange(5)]
-    first, *shipped = _ship(arrays, torch.device("cpu"))
+    shipment = Shipment(torch.device("cpu"))
+    first, *shipped = map(shipment.add, arrays)
+    shipment.send()
     assert [x.data_ptr() - first.data_ptr() for x in shipped] == [16, 32]
     for array, tensor in zip(arrays, [first, *shipped], strict=True):
         assert tensor.dtype == torch.int32 and tensor.tolist() == array.tolist()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from wlb_megatron.sharding.attention_calls import AttentionCall, AttentionLayout, WindowLayout
-from wlb_megatron.sharding.chunks import CachedKeys, Kept, Taken
+from wlb_megatron.sharding.chunks import CachedKeys, Taken
 from wlb_megatron.sharding.exchange import ExchangePlan
 
 
@@ -119,70 +119,82 @@ class DeviceLayout:
     cache: DeviceCache | None = None
 
 
-def device_layout(layout: AttentionLayout, device: torch.device | str) -> DeviceLayout:
-    """Copies a layout to `device`. On a GPU this is one asynchronous copy from pinned memory."""
-    exchange, rectangles = layout.exchange, layout.rectangles
-    arrays: list[np.ndarray] = [layout.positions, layout.diagonals.cu_seqlens_q]
-    if rectangles:
-        arrays += [rectangles.cu_seqlens_q, rectangles.cu_seqlens_kv]
-        arrays += [layout.query_rows, *_row_groups(layout.query_rows, layout.tokens)]
-    exchanges_keys = rectangles is not None or exchange.remote
-    if exchanges_keys:
-        arrays += _moves(exchange, _parts(layout.cached, layout.tokens))
-    arrays += _keeps(layout.cached, layout.tokens)
-    for one_call in filter(None, (layout.window, layout.single)):
-        arrays += _one_call_arrays(one_call, layout.tokens)
-    shipped = _ship(arrays, torch.device(device))
+class Shipment:
+    """Arrays that go to a device in one copy. Until they are sent, their tensors are empty."""
 
-    positions, bounds = next(shipped), next(shipped)
-    diagonals, rectangle_call, rows, queries = _call(layout.diagonals, (bounds, bounds)), None, None, None
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._parts: list[tuple[Tensor, np.ndarray]] = []
+
+    def add(self, array: np.ndarray) -> Tensor:
+        """The int32 tensor on the device that will hold the array."""
+        tensor = torch.empty(0, dtype=torch.int32, device=self._device)
+        self._parts.append((tensor, array))
+        return tensor
+
+    def groups(self, arrays: Sequence[np.ndarray]) -> tuple[RowGroups, ...]:
+        """Targets, bounds and members of each."""
+        tensors = map(self.add, arrays)
+        return tuple(map(RowGroups, tensors, tensors, tensors))
+
+    def send(self) -> None:
+        """On a GPU an asynchronous copy from pinned memory.
+
+        Each array starts at a multiple of 16 bytes, because Triton compiles a kernel anew for pointers that do not.
+        """
+        sizes = [len(array) for _, array in self._parts]
+        begins = np.concatenate(([0], np.cumsum([-(-size // 4) * 4 for size in sizes]))).tolist()
+        pinned = self._device.type != "cpu"
+        flat = torch.empty(begins[-1], dtype=torch.int32, pin_memory=pinned)
+        for (_, array), begin in zip(self._parts, begins, strict=False):
+            np.copyto(flat.numpy()[begin : begin + len(array)], array, casting="same_kind")
+        flat = flat.to(self._device, non_blocking=True)
+        for (tensor, array), begin in zip(self._parts, begins, strict=False):
+            tensor.set_(flat[begin : begin + len(array)])  # type: ignore[call-overload]
+
+
+def device_layout(layout: AttentionLayout, device: torch.device | str) -> DeviceLayout:
+    """Copies a layout to `device`."""
+    shipment, tokens = Shipment(torch.device(device)), layout.tokens
+    add, exchange, rectangles = shipment.add, layout.exchange, layout.rectangles
+    bounds = add(layout.diagonals.cu_seqlens_q)
+    rectangle_call = rows = queries = moves = None
     if rectangles:
-        rectangle_call = _call(rectangles, (next(shipped), next(shipped)), causal=False)
-        rows, queries = next(shipped), _take_row_groups(shipped)
-    moves = _take_moves(exchange, _parts(layout.cached, layout.tokens), shipped) if exchanges_keys else None
-    cache = _take_cache(layout.cached, layout.tokens, shipped)
+        earlier_bounds = add(rectangles.cu_seqlens_q), add(rectangles.cu_seqlens_kv)
+        rectangle_call, rows = _call(rectangles, earlier_bounds, causal=False), add(layout.query_rows)
+        (queries,) = shipment.groups(_row_groups(layout.query_rows, tokens))
+    if rectangles or exchange.remote:
+        moves = _moves(exchange, _parts(layout.cached, tokens), shipment)
     window, single = (
-        None if one_call is None else _take_one_call(one_call, layout.tokens, shipped)
+        None if one_call is None else _one_call(one_call, tokens, shipment)
         for one_call in (layout.window, layout.single)
     )
-    return DeviceLayout(
-        layout.tokens,
-        positions,
-        diagonals,
-        rectangle_call,
-        rows,
-        queries,
-        moves,
-        layout.hide_return,
-        window,
-        single,
-        cache,
+    sent = DeviceLayout(
+        tokens=tokens,
+        positions=add(layout.positions),
+        diagonals=_call(layout.diagonals, (bounds, bounds)),
+        rectangles=rectangle_call,
+        query_rows=rows,
+        queries=queries,
+        exchange=moves,
+        hide_return=layout.hide_return,
+        window=window,
+        single=single,
+        cache=_cache(layout.cached, tokens, add),
     )
+    shipment.send()
+    return sent
 
 
-def _at_home(one_call: WindowLayout) -> bool:
-    """Whether nothing is remote or cached. Then all pieces are whole on a rank, and its keys are its own, in order."""
-    return not one_call.exchange.remote and not (one_call.cached and one_call.cached.takes)
-
-
-def _one_call_arrays(one_call: WindowLayout, rows: int) -> list[np.ndarray]:
-    arrays: list[np.ndarray] = [one_call.call.cu_seqlens_q]
-    if not _at_home(one_call):
-        arrays += [one_call.call.cu_seqlens_kv, *_moves(one_call.exchange, _parts(one_call.cached, rows))]
-    return arrays + _keeps(one_call.cached, rows)
-
-
-def _take_one_call(one_call: WindowLayout, rows: int, shipped: Iterator[Tensor]) -> DeviceWindow:
-    bounds, moves = next(shipped), None
-    key_bounds = bounds
-    if not _at_home(one_call):
-        key_bounds = next(shipped)
-        moves = _take_moves(one_call.exchange, _parts(one_call.cached, rows), shipped)
-    return DeviceWindow(
-        _call(one_call.call, (bounds, key_bounds), one_call.size),
-        moves,
-        _take_cache(one_call.cached, rows, shipped),
-    )
+def _one_call(one_call: WindowLayout, rows: int, shipment: Shipment) -> DeviceWindow:
+    bounds = key_bounds = shipment.add(one_call.call.cu_seqlens_q)
+    moves, cached = None, one_call.cached
+    # With nothing remote or cached, all pieces are whole on a rank, and its keys are its own, in order.
+    if one_call.exchange.remote or (cached and cached.takes):
+        key_bounds = shipment.add(one_call.call.cu_seqlens_kv)
+        moves = _moves(one_call.exchange, _parts(cached, rows), shipment)
+    call = _call(one_call.call, (bounds, key_bounds), one_call.size)
+    return DeviceWindow(call, moves, _cache(cached, rows, shipment.add))
 
 
 def _parts(cached: CachedKeys | None, rows: int) -> list[int]:
@@ -190,20 +202,15 @@ def _parts(cached: CachedKeys | None, rows: int) -> list[int]:
     return [rows, *(take.rows for take in cached.takes)] if cached else [rows]
 
 
-def _keeps(cached: CachedKeys | None, rows: int) -> list[np.ndarray]:
-    return [keep.rows for keep in cached.keeps if not _all(keep, rows)] if cached else []
-
-
-def _take_cache(cached: CachedKeys | None, rows: int, shipped: Iterator[Tensor]) -> DeviceCache | None:
+def _cache(cached: CachedKeys | None, rows: int, add: Callable[[np.ndarray], Tensor]) -> DeviceCache | None:
     if cached is None:
         return None
-    keeps = [(keep.piece, None if _all(keep, rows) else next(shipped)) for keep in cached.keeps]
+    # If all rows are kept, in order, none need be copied.
+    every = np.arange(rows)
+    keeps = [
+        (keep.piece, None if np.array_equal(keep.rows, every) else add(keep.rows)) for keep in cached.keeps
+    ]
     return DeviceCache(cached.micro_batch, cached.takes, tuple(keeps), cached.prefixed)
-
-
-def _all(keep: Kept, rows: int) -> bool:
-    """Whether all rows are kept, in order, so that none need be copied."""
-    return bool(np.array_equal(keep.rows, np.arange(rows)))
 
 
 def _call(
@@ -223,31 +230,21 @@ def _call(
     )
 
 
-def _moves(exchange: ExchangePlan, parts: Sequence[int]) -> list[np.ndarray]:
-    """The placement, the rows to send and the rows that arrive (unless they are slices), and the row groups of the
-    way back.
-
-    parts: rows of each target of what comes back; send_rows counts through them.
-    """
+def _moves(exchange: ExchangePlan, parts: Sequence[int], shipment: Shipment) -> DeviceExchange:
+    """parts: rows of each target of what comes back; send_rows counts through them."""
     place, send_rows = exchange.place, exchange.send_rows
     local, first = np.flatnonzero(place >= 0), sum(exchange.send_counts[: exchange.rank])
     # In rank order, so that a sum does not depend on which of its rows come from other ranks.
     back = ~np.arange(len(send_rows))
     owner = np.concatenate((send_rows[:first], place[local], send_rows[first:]))
     source = np.concatenate((back[:first], local, back[first:]))
-    index_rows = [rows for rows in (send_rows, _arrivals(exchange)) if _run(rows) is None]
-    return [place, *index_rows, *_row_groups(owner, *parts, source=source)]
-
-
-def _take_moves(exchange: ExchangePlan, parts: Sequence[int], shipped: Iterator[Tensor]) -> DeviceExchange:
-    place = next(shipped)
     sends, arrivals = (
-        next(shipped) if (run := _run(rows)) is None else run
-        for rows in (exchange.send_rows, _arrivals(exchange))
+        shipment.add(rows) if (run := _run(rows)) is None else run
+        for rows in (send_rows, _arrivals(exchange))
     )
-    returns = tuple(_take_row_groups(shipped) for _ in parts)
+    returns = shipment.groups(_row_groups(owner, *parts, source=source))
     counts = exchange.send_counts, exchange.recv_counts
-    return DeviceExchange(sends, place, arrivals, returns, *counts, exchange.remote)
+    return DeviceExchange(sends, shipment.add(place), arrivals, returns, *counts, exchange.remote)
 
 
 def _arrivals(exchange: ExchangePlan) -> npt.NDArray[np.int64]:
@@ -261,10 +258,6 @@ def _run(rows: npt.NDArray[np.int64]) -> slice | None:
     if not len(rows):
         return slice(0, 0)
     return slice(int(rows[0]), int(rows[-1]) + 1) if bool((np.diff(rows) == 1).all()) else None
-
-
-def _take_row_groups(shipped: Iterator[Tensor]) -> RowGroups:
-    return RowGroups(next(shipped), next(shipped), next(shipped))
 
 
 def _row_groups(
@@ -287,19 +280,3 @@ def _row_groups(
         arrays += [targets, bounds, members[member_offset : member_offset + bounds[-1]]]
         row, member_offset = row + rows, member_offset + bounds[-1]
     return arrays
-
-
-def _ship(arrays: Sequence[np.ndarray], device: torch.device) -> Iterator[Tensor]:
-    """int32 views of one copy of all arrays on the device.
-
-    Each starts at a multiple of 16 bytes, because Triton compiles a kernel anew for pointers that do not.
-    """
-    sizes = [len(array) for array in arrays]
-    begins = np.concatenate(([0], np.cumsum([-(-size // 4) * 4 for size in sizes]))).tolist()
-    pinned = device.type != "cpu"
-    flat = torch.empty(begins[-1], dtype=torch.int32, pin_memory=pinned)
-    for array, begin, size in zip(arrays, begins, sizes, strict=False):
-        np.copyto(flat.numpy()[begin : begin + size], array, casting="same_kind")
-    if pinned:
-        flat = flat.to(device, non_blocking=True)
-    return iter([flat[begin : begin + size] for begin, size in zip(begins, sizes, strict=False)])

@@ -75,18 +75,13 @@ def _travel(
     arrived, work = _all_to_all(sent_rows, send_counts, recv_counts, group, hidden or on_wait is not None)
 
     def wait() -> Tensor:
-        if work is not None:
-            _wait(work)
+        if work is not None and on_wait is not None:
+            on_wait(work.wait)
+        elif work is not None:
+            work.wait()
         return arrived
 
     return wait
-
-
-def _wait(work: Any) -> None:
-    if on_wait is None:
-        work.wait()
-    else:
-        on_wait(work.wait)
 
 
 def _all_to_all(
