@@ -11,9 +11,8 @@ from wlb_megatron.errors import WlbError
 from wlb_megatron.profiler.points import GRIDS, attention_points
 from wlb_megatron.workload.costs import Curve
 from wlb_megatron.workload.fit import fit
-from wlb_megatron.workload.fit_attention import Overheads, predicted
+from wlb_megatron.workload.fit_attention import Overheads, leave_out, predicted
 from wlb_megatron.workload.kernel_table import h100
-from wlb_megatron.workload.leave_out import leave_out
 from wlb_megatron.workload.model import Experts
 from wlb_megatron.workload.pairs_table import Device
 from wlb_megatron.workload.profile import (

@@ -17,7 +17,7 @@ from wlb_megatron.settings_flags import add_sizes
 from wlb_megatron.simulator.job_flags import add_experts, add_model, profiled_model
 from wlb_megatron.workload.costs import Costs
 from wlb_megatron.workload.fit import fit
-from wlb_megatron.workload.leave_out import leave_out
+from wlb_megatron.workload.fit_attention import leave_out
 from wlb_megatron.workload.pairs_table import Device
 from wlb_megatron.workload.profile import ProfiledModel, read_samples, write_profile
 

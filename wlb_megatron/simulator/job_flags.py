@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import ast
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from typing import Any
 
 from wlb_megatron.bounds import RANKS, SEED, check_heads, real, whole
 from wlb_megatron.config import WlbConfig
@@ -32,26 +34,31 @@ MOST_PLANNED = 200_000
 """Documents of all iterations that are looked at, about: of tiny ones a few iterations say as much as many."""
 
 
+Kind = dict[str, Any]
+COUNT: Kind = {"type": whole(1)}
+GROUP: Kind = {"type": whole(1, RANKS)}
+SWITCH: Kind = {"action": "store_true"}
+"""How flags are read: a number of at least 1, a number of ranks, on or off."""
+
+
+def add_flags(add: Callable[..., Any], kind: Kind, rows: Sequence[tuple[str, str]]) -> None:
+    """A flag of this kind for each (name, help)."""
+    for name, what in rows:
+        add(f"--{name}", **kind, help=what)
+
+
 def add_job(parser: argparse.ArgumentParser) -> None:
     """The flags beyond layout and settings. Model flags are named as Megatron's."""
     add = parser.add_argument
     add_pipeline(parser)
-    add(
-        "--num-layers-per-virtual-pipeline-stage",
-        type=whole(1),
-        help="layers of a model chunk; instead of --vpp (default: none)",
-    )
-    add(
-        "--recompute-activations",
-        action="store_true",
-        help="the same as --recompute selective (default: off)",
-    )
+    chunk_layers = "layers of a model chunk; instead of --vpp (default: none)"
+    add_flags(add, COUNT, [("num-layers-per-virtual-pipeline-stage", chunk_layers)])
+    add_flags(add, SWITCH, [("recompute-activations", "the same as --recompute selective (default: off)")])
     add_recompute(parser)
-    add(
-        "--iterations",
-        type=whole(1),
-        help=f"iterations to simulate (default: {ITERATIONS}, fewer if those hold over {MOST_PLANNED:,} documents)",
+    looked = (
+        f"iterations to simulate (default: {ITERATIONS}, fewer if those hold over {MOST_PLANNED:,} documents)"
     )
+    add("--iterations", type=whole(1), help=looked)
     add(
         "--warm-up",
         type=whole(0),
@@ -92,12 +99,8 @@ def add_recompute(parser: argparse.ArgumentParser) -> None:
         help="with --recompute-granularity full: uniform recomputes all layers, in units of --recompute-num-layers; "
         "block only so many of a model chunk (default: uniform)",
     )
-    add(
-        "--recompute-num-layers",
-        type=whole(1),
-        default=1,
-        help="layers of a unit (uniform), or of a model chunk that are recomputed (block; default: 1)",
-    )
+    what = "layers of a unit (uniform), or of a model chunk that are recomputed (block; default: 1)"
+    add("--recompute-num-layers", type=whole(1), default=1, help=what)
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -106,28 +109,35 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         "model",
         "a known shape, or your own: give --hidden-size and --num-attention-heads; the rest defaults as in Megatron",
     ).add_argument
-    model(
-        "--model",
-        choices=[*SHAPES, *PRESETS],
-        help="a known shape, or a model that people know; the other model flags override parts of it (default: 7B)",
+    known = (
+        "a known shape, or a model that people know; the other model flags override parts of it (default: 7B)"
     )
-    model("--num-layers", type=whole(1), help="layers of the model (default: the known shape's)")
-    model("--hidden-size", type=whole(1), help="channels of a token (default: the known shape's)")
-    model("--num-attention-heads", type=whole(1), help="query heads (default: the known shape's)")
-    model(
-        "--num-query-groups",
-        type=whole(1),
-        help="key-value heads (default: the known shape's; for your own as many as query heads)",
+    model("--model", choices=[*SHAPES, *PRESETS], help=known)
+    counts = (
+        ("num-layers", "layers of the model (default: the known shape's)"),
+        ("hidden-size", "channels of a token (default: the known shape's)"),
+        ("num-attention-heads", "query heads (default: the known shape's)"),
+        (
+            "num-query-groups",
+            "key-value heads (default: the known shape's; for your own as many as query heads)",
+        ),
+        ("q-lora-rank", "channels of a compressed query (default: not compressed)"),
+        ("kv-channels", "channels of a head (default: hidden size over heads)"),
+        (
+            "ffn-hidden-size",
+            "channels of the feed-forward layer (default: the known shape's; for your own 4 x hidden size, or with "
+            "--swiglu 8/3 of it in multiples of 64)",
+        ),
+        ("vocab-size", "rows of the embedding (default: the known shape's)"),
     )
-    model(
-        "--group-query-attention",
-        action="store_true",
-        help="as Megatron needs with --num-query-groups (default: off)",
+    add_flags(model, COUNT, counts)
+    switches = (
+        ("group-query-attention", "as Megatron needs with --num-query-groups (default: off)"),
+        ("multi-latent-attention", "keys and values are compressed (default: off)"),
+        ("swiglu", "gated feed-forward (default: the known shape's; for your own off)"),
+        ("qk-layernorm", "queries and keys have norms, which count in memory (default: off)"),
     )
-    model(
-        "--multi-latent-attention", action="store_true", help="keys and values are compressed (default: off)"
-    )
-    model("--q-lora-rank", type=whole(1), help="channels of a compressed query (default: not compressed)")
+    add_flags(model, SWITCH, switches)
     for name, default, what in (
         ("kv-lora-rank", 32, "channels of compressed keys and values"),
         ("qk-head-dim", 128, "channels of a query's head without positions"),
@@ -140,20 +150,6 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         ("linear-conv-kernel-dim", 4, "of gated delta nets: tokens that the convolution sees"),
     ):
         model(f"--{name}", type=whole(1), default=default, help=f"{what} (default: {default})")
-    model("--kv-channels", type=whole(1), help="channels of a head (default: hidden size over heads)")
-    model(
-        "--ffn-hidden-size",
-        type=whole(1),
-        help="channels of the feed-forward layer (default: the known shape's; for your own 4 x hidden size, or with "
-        "--swiglu 8/3 of it in multiples of 64)",
-    )
-    model(
-        "--swiglu",
-        action="store_true",
-        help="gated feed-forward (default: the known shape's; for your own off)",
-    )
-    model("--qk-layernorm", action="store_true", help="norms of queries and keys, for memory")
-    model("--vocab-size", type=whole(1), help="rows of the embedding (default: the known shape's)")
 
 
 def add_experts(parser: argparse.ArgumentParser) -> None:
@@ -162,18 +158,21 @@ def add_experts(parser: argparse.ArgumentParser) -> None:
         "experts",
         "a layer takes what one of Qwen3-30B-A3B took on an H200, scaled, or what --profile measured",
     ).add_argument
-    add("--num-experts", type=whole(1), help="experts of a layer (default: none, a dense model)")
-    add("--moe-router-topk", type=whole(1), help="experts that a token activates (default: 2)")
-    add(
-        "--moe-ffn-hidden-size",
-        type=whole(1),
-        help="channels of an expert's feed-forward layer (default: --ffn-hidden-size)",
+    counts = (
+        ("num-experts", "experts of a layer (default: none, a dense model)"),
+        ("moe-router-topk", "experts that a token activates (default: 2)"),
+        ("moe-ffn-hidden-size", "channels of an expert's feed-forward layer (default: --ffn-hidden-size)"),
+        (
+            "moe-shared-expert-intermediate-size",
+            "channels of the shared experts, which every token passes (default: none)",
+        ),
     )
-    add(
-        "--moe-shared-expert-intermediate-size",
-        type=whole(1),
-        help="channels of the shared experts, which every token passes (default: none)",
+    add_flags(add, COUNT, counts)
+    groups = (
+        ("expert-model-parallel-size", "ranks that the experts are spread over (default: 1)"),
+        ("expert-tensor-parallel-size", "ranks that share one expert (default: --tp)"),
     )
+    add_flags(add, GROUP, groups)
     add(
         "--moe-router-load-balancing-type",
         nargs="+",
@@ -185,53 +184,31 @@ def add_experts(parser: argparse.ArgumentParser) -> None:
         default="1",
         help="which layers have experts; counted in the sum of parameters, else all have (default: 1)",
     )
-    add(
-        "--expert-imbalance",
-        type=real(1, 1e6),
-        help="tokens of the fullest rank's experts over the mean, for memory (factor; default: 1.5)",
-    )
-    add(
-        "--expert-model-parallel-size",
-        type=whole(1, RANKS),
-        help="ranks that the experts are spread over (default: 1)",
-    )
-    add(
-        "--expert-tensor-parallel-size",
-        type=whole(1, RANKS),
-        help="ranks that share one expert (default: --tp)",
-    )
+    imbalance = "tokens of the fullest rank's experts over the mean, for memory (factor; default: 1.5)"
+    add("--expert-imbalance", type=real(1, 1e6), help=imbalance)
 
 
 def _add_trainer(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group(
         "trainer", "Megatron's flags that decide whether documents can train in chunks"
     ).add_argument
-    add(
-        "--mtp-num-layers",
-        type=whole(0),
-        default=0,
-        help="further tokens that multi-token prediction predicts, one layer each (default: 0)",
-    )
+    further = "further tokens that multi-token prediction predicts, one layer each (default: 0)"
+    add("--mtp-num-layers", type=whole(0), default=0, help=further)
     add(
         "--hybrid-layer-pattern",
         metavar="PATTERN",
         help='layers of a HybridModel, such as "*-*E|*-*E": a layer is counted for each *, with its share of the MLPs '
         "(-) and experts (E); each | begins a virtual stage, each / a further prediction",
     )
-    for flag, whose in (("use-megatron-fsdp", "Megatron's FSDP"), ("use-torch-fsdp2", "torch's FSDP2")):
-        what = f"{whose}: weights are sharded over data-parallel ranks"
-        add(f"--{flag}", action="store_true", help=what)
-    add(
-        "--fine-grained-activation-offloading",
-        action="store_true",
-        help="keep single activations in host memory until backward",
+    sharded = "weights are sharded over data-parallel ranks"
+    switches = (
+        ("use-megatron-fsdp", f"Megatron's FSDP: {sharded}"),
+        ("use-torch-fsdp2", f"torch's FSDP2: {sharded}"),
+        ("fine-grained-activation-offloading", "keep single activations in host memory until backward"),
     )
-    add(
-        "--cpu-offloading-num-layers",
-        type=whole(0),
-        default=0,
-        help="layers that keep all their activations in host memory until backward (default: 0)",
-    )
+    add_flags(add, SWITCH, switches)
+    offloaded = "layers that keep all their activations in host memory until backward (default: 0)"
+    add("--cpu-offloading-num-layers", type=whole(0), default=0, help=offloaded)
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
@@ -245,20 +222,11 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         ("overlap-param-gather", "parameters are gathered during the forward"),
         ("untie-embeddings-and-output-weights", "the output layer has weights of its own"),
     ):
-        add(f"--{flag}", action="store_true", help=f"{what} (assumed without a launch command)")
-    add(
-        "--hidden-dropout",
-        type=real(0, 1),
-        help="share of dropped activations (default: 0; of a launch command 0.1)",
-    )
-    add(
-        "--train-iters",
-        type=whole(1, LARGEST_RUN),
-        help="iterations of the run, for its days (default: none)",
-    )
-    add(
-        "--train-samples", type=whole(1, LARGEST_RUN), help="windows of the run, for its days (default: none)"
-    )
+        add(f"--{flag}", **SWITCH, help=f"{what} (assumed without a launch command)")
+    dropped = "share of dropped activations (default: 0; of a launch command 0.1)"
+    add("--hidden-dropout", type=real(0, 1), help=dropped)
+    for flag, what in (("train-iters", "iterations"), ("train-samples", "windows")):
+        add(f"--{flag}", type=whole(1, LARGEST_RUN), help=f"{what} of the run, for its days (default: none)")
 
 
 LARGEST_RUN = 1 << 40
@@ -381,15 +349,15 @@ def _refuse_idle_recompute(args: argparse.Namespace) -> None:
     """WlbError for what changes nothing where no layers are recomputed in full."""
     if args.recompute_granularity == "full":
         return
-    changed = {
-        "--recompute-method block": args.recompute_method == "block",
-        f"--recompute-num-layers {args.recompute_num_layers}": args.recompute_num_layers > 1,
-        f"--wlb-recompute {args.recompute}": args.recompute != "auto",
-    }
-    for flag in (flag for flag, is_set in changed.items() if is_set):
-        raise WlbError(
-            f"{flag} changes nothing without --recompute-granularity full: add that, or leave it out"
-        )
+    for flag, is_set in (
+        ("--recompute-method block", args.recompute_method == "block"),
+        (f"--recompute-num-layers {args.recompute_num_layers}", args.recompute_num_layers > 1),
+        (f"--wlb-recompute {args.recompute}", args.recompute != "auto"),
+    ):
+        if is_set:
+            raise WlbError(
+                f"{flag} changes nothing without --recompute-granularity full: add that, or leave it out"
+            )
 
 
 def _layout(args: argparse.Namespace) -> Layout:

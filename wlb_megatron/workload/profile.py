@@ -131,24 +131,12 @@ class Profile:
 
 
 def read_profile(path: str | Path) -> Profile:
-    """Read a profile. WlbError, naming the file, if it is missing, damaged or of another format."""
-    again = "make it again with wlb-megatron profile"
-    try:
-        contents = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_no_number)
-    except OSError as error:
-        raise WlbError(
-            f"profile {path} cannot be read: {error.strerror}; give the file that wlb-megatron profile wrote"
-        ) from None
-    except ValueError as error:
-        raise WlbError(f"profile {path} is not JSON ({error}); {again}") from None
-    if not isinstance(contents, dict) or contents.get("format") != FORMAT:
-        raise WlbError(f"profile {path} is not of format {FORMAT}; {again}")
+    """Read a profile. WlbError as of read_samples, and if it was not fitted."""
+    contents = read_samples(path)
     if "fit" not in contents:
         raise WlbError(f"profile {path} was measured but not fitted: run wlb-megatron profile --refit {path}")
     try:
         settings = contents["settings"]
-        if contents["fingerprint"] != fingerprint(contents):
-            raise ValueError("its fingerprint does not match its samples")
         return Profile(
             path=str(path),
             model=ProfiledModel.from_dict(settings["model"]),
@@ -159,7 +147,10 @@ def read_profile(path: str | Path) -> Profile:
             host=str(settings.get("host", "")),
         )
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise WlbError(f"profile {path} is damaged ({error}); {again}") from None
+        raise WlbError(f"profile {path} is damaged ({error}); {_AGAIN}") from None
+
+
+_AGAIN = "make it again with wlb-megatron profile"
 
 
 def _no_number(name: str) -> Any:
@@ -167,16 +158,21 @@ def _no_number(name: str) -> Any:
 
 
 def read_samples(path: str | Path) -> dict[str, Any]:
-    """A profile's settings and samples, as measured, without the fit. WlbError as read_profile."""
+    """A profile as its file has it, measured and perhaps fitted. WlbError, naming the file, if it is missing,
+    damaged or of another format."""
     try:
-        contents = json.loads(Path(path).read_text(encoding="utf-8"))
-        if contents["format"] != FORMAT or contents["fingerprint"] != fingerprint(contents):
-            raise ValueError
-        return dict(contents)
+        contents = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_no_number)
     except OSError as error:
-        raise WlbError(f"profile {path} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError):
-        raise WlbError(f"{path} is not a profile of format {FORMAT}, or is damaged: profile again") from None
+        raise WlbError(
+            f"profile {path} cannot be read: {error.strerror}; give the file that wlb-megatron profile wrote"
+        ) from None
+    except ValueError as error:
+        raise WlbError(f"profile {path} is not JSON ({error}); {_AGAIN}") from None
+    if not isinstance(contents, dict) or contents.get("format") != FORMAT:
+        raise WlbError(f"profile {path} is not of format {FORMAT}; {_AGAIN}")
+    if not {"settings", "samples"} <= contents.keys() or contents.get("fingerprint") != fingerprint(contents):
+        raise WlbError(f"profile {path} is damaged (its fingerprint does not match its samples); {_AGAIN}")
+    return contents
 
 
 def host_name() -> str:
