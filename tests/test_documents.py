@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from fractions import Fraction
 from itertools import islice
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -156,7 +155,7 @@ def test_the_order_equals_a_piece_by_piece_reference(corpora: list[Corpus], rule
     assert take(DocumentStream(corpora, rule), 150) == expected
 
 
-def test_over_long_documents_are_split_truncated_or_dropped_and_counted() -> None:
+def test_over_long_documents_are_split_truncated_or_dropped_and_counted_and_others_given_whole():
     lengths = [3, 10, 0, 4, 9, 0]
 
     def run(overlong: str) -> tuple[list[tuple[int, int, int]], tuple[int, ...]]:
@@ -169,15 +168,12 @@ def test_over_long_documents_are_split_truncated_or_dropped_and_counted() -> Non
     assert run("split") == (split, (26, 2, 2, 0))
     assert run("truncate") == ([(0, 0, 3), (1, 0, 4), (3, 0, 4), (4, 0, 4)], (15, 2, 2, 11))
     assert run("drop") == ([(0, 0, 3), (3, 0, 4)], (7, 2, 2, 19))
+    for overlong in ("split", "truncate", "drop"):  # a document of exactly the window
+        pieces = drain(DocumentStream.of_lengths([8, 1], Rules(8, overlong)))
+        assert pieces == [Piece(0, 0, 0, 8), Piece(0, 1, 0, 1)]
 
 
-@pytest.mark.parametrize("overlong", ["split", "truncate", "drop"])
-def test_a_document_of_exactly_the_window_is_given_whole_under_every_policy(overlong: str) -> None:
-    pieces = drain(DocumentStream.of_lengths([8, 1], Rules(8, overlong)))
-    assert pieces == [Piece(0, 0, 0, 8), Piece(0, 1, 0, 1)]
-
-
-def test_counts_include_only_what_was_passed_when_they_are_asked_for() -> None:
+def test_counts_include_only_what_was_passed_when_they_are_asked_for():
     stream = DocumentStream.of_lengths([0, 9, 0, 1, 0], Rules(4, "truncate"))
     assert counts_of(stream).empty == 0
     stream.next()
@@ -186,17 +182,17 @@ def test_counts_include_only_what_was_passed_when_they_are_asked_for() -> None:
     assert counts_of(stream).empty == 2
     assert stream.next() is None
     assert (counts_of(stream).empty, counts_of(stream).tokens) == (3, 5)
-
-
-def test_a_split_document_counts_as_over_long_once_its_last_piece_is_out() -> None:
+    # A split document counts once its last piece is out.
     stream = DocumentStream.of_lengths([9], Rules(4))
     counted = [counts_of(stream).overlong for _ in range(3) if stream.next()]
     assert counted == [0, 0, 1]
 
 
-def test_the_end_of_one_pass_is_the_end_for_good() -> None:
+def test_the_end_of_one_pass_is_the_end_for_good_of_a_blend_when_the_last_corpus_ends():
     stream = DocumentStream.of_lengths([1], Rules(4))
     assert [stream.next(), stream.next(), stream.next()] == [Piece(0, 0, 0, 1), None, None]
+    pieces = drain(DocumentStream(blend([[1] * 3, [1] * 9], [1.0, 1.0]), Rules(4)))
+    assert [p.document for p in pieces] == [0, 3, 1, 4, 2, 5, 6, 7, 8, 9, 10, 11]
 
 
 def test_pieces_hold_python_integers() -> None:
@@ -212,11 +208,7 @@ def documents(stream: DocumentStream, count: int) -> list[int]:
     return [piece.document for piece in take(stream, count)]
 
 
-def test_without_a_seed_documents_come_in_file_order_in_every_epoch() -> None:
-    assert documents(DocumentStream.of_lengths([1] * 4, Rules(4, endless=True)), 8) == [*range(4)] * 2
-
-
-def test_each_epoch_and_each_seed_has_an_order_of_its_own() -> None:
+def test_each_epoch_and_each_seed_has_an_order_of_its_own_and_no_seed_the_files():
     n = 200
     orders = []
     for seed in (1, 2):
@@ -227,6 +219,7 @@ def test_each_epoch_and_each_seed_has_an_order_of_its_own() -> None:
         moved = sum(a != b for a, b in zip(order, range(n), strict=True))
         assert moved > 0.9 * n
     assert len({tuple(order) for order in orders}) == 6
+    assert documents(DocumentStream.of_lengths([1] * 4, Rules(4, endless=True)), 8) == [*range(4)] * 2
 
 
 def test_all_places_are_about_equally_likely() -> None:
@@ -244,7 +237,7 @@ def test_a_corpus_given_twice_comes_in_two_orders() -> None:
     assert first != second
 
 
-def test_a_blend_gives_tokens_by_weight_within_one_document() -> None:
+def test_a_blend_gives_tokens_by_weight_within_one_document_also_at_extreme_weights():
     rng = np.random.default_rng(0)
     lengths_of_corpora = [rng.integers(1, 100, 50).tolist() for _ in range(3)]
     weights = [0.5, 0.3, 0.2]
@@ -254,18 +247,10 @@ def test_a_blend_gives_tokens_by_weight_within_one_document() -> None:
         tokens[piece.document // 50] += piece.tokens
         if step > 10:
             assert (abs(tokens - tokens.sum() * np.array(weights)) <= 200).all()
-
-
-def test_extreme_weights_over_tiny_corpora_work() -> None:
     stream = DocumentStream(blend([[1], [1, 2]], [0.001, 0.999]), Rules(4, seed=1, endless=True))
     pieces = take(stream, 20_000)
     rare = sum(piece.tokens for piece in pieces if piece.document == 0)
     assert rare / sum(piece.tokens for piece in pieces) == pytest.approx(0.001, rel=0.1)
-
-
-def test_one_pass_over_a_blend_ends_when_the_last_corpus_does() -> None:
-    pieces = drain(DocumentStream(blend([[1] * 3, [1] * 9], [1.0, 1.0]), Rules(4)))
-    assert [p.document for p in pieces] == [0, 3, 1, 4, 2, 5, 6, 7, 8, 9, 10, 11]
 
 
 # --- state ---
@@ -287,21 +272,18 @@ def test_a_state_taken_anywhere_resumes_with_the_same_pieces_and_counts(corpora,
         assert again.state() == stream.state()
 
 
-def test_asking_for_the_state_changes_nothing() -> None:
+def test_neither_asking_for_the_state_nor_what_is_cut_ahead_changes_it():
     asked, other = (DocumentStream.of_lengths([1, 5, 0, 2], Rules(2, seed=3, endless=True)) for _ in range(2))
     for _ in range(20):
         asked.state()
         assert asked.next() == other.next()
-
-
-def test_what_is_cut_ahead_does_not_count_as_taken() -> None:
     stream = DocumentStream.of_lengths([3] * 100, Rules(4, endless=True))
     take(stream, 10)
     (place,) = stream.state()["corpora"]
     assert (place["cursor"], place["tokens"]) == (10, 30)
 
 
-def test_counts_run_on_beyond_32_bits() -> None:
+def test_counts_and_places_run_on_beyond_32_bits():
     big = 2**30
     stream = DocumentStream.of_lengths([big, 5, big, big], Rules(big, endless=True))
     take(stream, 3)
@@ -310,9 +292,6 @@ def test_counts_run_on_beyond_32_bits() -> None:
     resumed.load_state(json.loads(json.dumps(stream.state())))
     assert take(resumed, 6) == take(stream, 6)
     assert counts_of(resumed).tokens == 2**31 + 5 + 4 * big + 5 + big
-
-
-def test_a_document_above_2_to_the_31_tokens_is_split_at_right_places() -> None:
     pieces = drain(DocumentStream.of_lengths(np.array([2**32 + 3]), Rules(2**31)))
     assert pieces == [Piece(0, 0, 0, 2**31), Piece(0, 0, 2**31, 2**32), Piece(0, 0, 2**32, 2**32 + 3)]
 
@@ -345,13 +324,15 @@ def test_a_state_of_other_rules_or_corpora_is_refused_by_name_and_nothing_moves(
     assert now.state() == before
 
 
-def test_a_corpus_may_move_to_another_folder() -> None:
+def test_a_corpus_may_move_to_another_folder_but_a_stream_without_one_is_refused():
     state = DocumentStream.of_lengths([3, 4], Rules(8), name="here").state()
     DocumentStream.of_lengths([3, 4], Rules(8), name="there").load_state(state)
+    with pytest.raises(WlbError, match="no corpus"):
+        DocumentStream([], Rules(8))
 
 
 @pytest.mark.parametrize("damage", [{"version": 4}, {"corpora": []}, {"corpora": [{}]}, {"fingerprint": 3}])
-def test_a_state_of_another_version_or_a_damaged_one_is_refused(damage: dict[str, Any]) -> None:
+def test_a_state_of_another_version_or_a_damaged_one_is_refused(damage):
     stream = DocumentStream.of_lengths([3, 4], Rules(8))
     with pytest.raises(WlbError, match=r"version 4|damaged"):
         stream.load_state(stream.state() | damage)
@@ -373,12 +354,7 @@ def test_a_state_of_another_version_or_a_damaged_one_is_refused(damage: dict[str
         ([1], {"seed": -1}, "seed must not be negative"),
     ],
 )
-def test_bad_input_is_named_in_one_line(lengths: list[Any], rule: dict[str, Any], message: str) -> None:
+def test_bad_input_is_named_in_one_line(lengths, rule, message):
     with pytest.raises(WlbError, match=message) as caught:
         DocumentStream.of_lengths(np.array(lengths), Rules(**{"window": 8} | rule))
     assert "\n" not in str(caught.value)
-
-
-def test_a_stream_without_corpora_is_refused() -> None:
-    with pytest.raises(WlbError, match="no corpus"):
-        DocumentStream([], Rules(8))

@@ -49,35 +49,30 @@ def test_ids_run_on_over_the_corpora_and_read_their_tokens(two: list[str]) -> No
             blend.read(document, 0, 1)
 
 
-def test_a_stream_over_a_blend_reads_every_token_once(two: list[str]) -> None:
+def test_a_stream_over_a_blend_reads_every_token_once_and_parts_share_no_document(two):
     blend = Blend(two)
     stream = DocumentStream(blend.corpora(), Rules(4, seed=1))
     pieces = iter(stream.next, None)
     tokens = [blend.read(piece.document, piece.start, piece.end).tolist() for piece in pieces]
     assert sorted(chain(*tokens)) == [*range(100, 110), *range(200, 216)]
-
-
-def test_the_same_corpus_twice_has_two_ids_for_each_document(two: list[str]) -> None:
-    blend = Blend([two[1], two[1]], [1.0, 1.0])
-    assert [corpus.first_id for corpus in blend.corpora()] == [0, 3]
-    assert blend.read(1, 0, 5).tolist() == blend.read(4, 0, 5).tolist()
-
-
-def test_train_valid_and_test_share_ids_and_no_document(two: list[str]) -> None:
     blend = Blend(two, [1.0, 3.0])
     streams = [DocumentStream(blend.corpora("60,20,20", part), Rules(100)) for part in SPLITS]
     seen = [piece.document for stream in streams for piece in iter(stream.next, None)]
     assert sorted(seen) == [0, 2, 3, 4, 5, 6, 7]  # 1 is empty
 
 
-def test_without_weights_corpora_are_drawn_in_proportion_to_their_tokens(two: list[str]) -> None:
+def test_corpora_without_weights_are_drawn_by_their_tokens_and_those_of_none_keep_their_ids(two):
     assert [corpus.weight for corpus in Blend(two).corpora()] == [10.0, 16.0]
-
-
-def test_corpora_of_weight_0_or_without_a_token_in_the_part_are_left_out_and_keep_their_ids(two):
+    # Weight 0, or no token in the part.
     (only,) = Blend(two, [0.0, 1.0]).corpora()
     assert (only.first_id, only.weight) == (5, 1.0)
     assert Blend(two).corpora("1,0,0", "test") == []
+    # The same corpus twice has two ids for each document.
+    blend = Blend([two[1], two[1]], [1.0, 1.0])
+    assert [corpus.first_id for corpus in blend.corpora()] == [0, 3]
+    assert blend.read(1, 0, 5).tolist() == blend.read(4, 0, 5).tolist()
+    with pytest.raises(WlbError, match="2 corpora but 1 weights"):
+        Blend(two, [1.0])
 
 
 @pytest.mark.parametrize(
@@ -102,11 +97,6 @@ def test_data_path_is_read_as_megatron_reads_it(values, prefixes, weights):
 def test_a_blend_that_makes_no_sense_is_refused(values: list[str]) -> None:
     with pytest.raises(WlbError):
         parse_blend(values)
-
-
-def test_one_weight_for_each_corpus_is_required(two: list[str]) -> None:
-    with pytest.raises(WlbError, match="2 corpora but 1 weights"):
-        Blend(two, [1.0])
 
 
 @settings(deadline=None, max_examples=200)

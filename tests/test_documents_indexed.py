@@ -125,23 +125,25 @@ def test_a_corpus_made_of_files_reads_back_in_megatron_as_their_bytes(tmp_path, 
     assert code == 2 and "give another PREFIX" in err
 
 
-def test_prefix_idx_and_bin_name_the_same_corpus(corpus: Path) -> None:
+def test_prefix_idx_and_bin_name_the_same_corpus_whose_lengths_need_no_bin(corpus):
     lengths = [IndexedCorpus(f"{corpus}{suffix}").index.lengths.tolist() for suffix in ("", ".idx", ".bin")]
     assert lengths[0] == lengths[1] == lengths[2]
-
-
-def test_lengths_need_no_bin(corpus: Path) -> None:
     corpus.with_suffix(".bin").unlink()
     assert read_index(corpus).lengths.sum() == 26
 
 
-def test_boundaries_come_from_the_index_and_never_from_token_values(tmp_path: Path) -> None:
+def test_boundaries_come_from_the_index_alone_and_documents_may_lie_anywhere_in_the_bin(tmp_path):
     """No end-of-document token anywhere, and one value throughout: still two documents."""
     write_index(tmp_path / "corpus.idx", [2, 3], [0, 4], [0, 1, 2])
     (tmp_path / "corpus.bin").write_bytes(np.full(5, 7, dtype="<u2").tobytes())
     reader = IndexedCorpus(tmp_path / "corpus")
     assert reader.index.lengths.tolist() == [2, 3]
     assert reader.read(1, 0, 3).tolist() == [7, 7, 7]
+    write_index(tmp_path / "corpus.idx", [2, 3], [6, 0], [0, 1, 2])
+    (tmp_path / "corpus.bin").write_bytes(np.arange(5, dtype="<u2").tobytes())
+    reader = IndexedCorpus(tmp_path / "corpus")
+    assert reader.read(0, 0, 2).tolist() == [3, 4]
+    assert reader.read(1, 0, 3).tolist() == [0, 1, 2]
 
 
 def _read_in_worker(reader: IndexedCorpus) -> list[int]:
@@ -149,16 +151,13 @@ def _read_in_worker(reader: IndexedCorpus) -> list[int]:
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_workers_read_through_a_reader_opened_before_they_started(corpus: Path, method: str) -> None:
+def test_workers_read_through_a_reader_opened_before_they_started_and_pickled_without_its_tokens(
+    corpus, method
+):
     reader = IndexedCorpus(corpus)
     expected = reader.read(1, 2, 6).tolist()
     with ProcessPoolExecutor(1, mp_context=get_context(method)) as pool:
         assert pool.submit(_read_in_worker, reader).result() == expected
-
-
-def test_a_pickled_reader_carries_its_path_and_not_its_tokens(corpus: Path) -> None:
-    reader = IndexedCorpus(corpus)
-    reader.read(0, 0, 5)
     assert len(pickle.dumps(reader)) < 1000
 
 
@@ -206,18 +205,18 @@ def cut(path: Path, size: int) -> None:
     path.write_bytes(path.read_bytes()[:size])
 
 
-def test_missing_index_is_named(tmp_path: Path) -> None:
+def test_a_missing_index_or_bin_is_named(tmp_path, corpus):
     with pytest.raises(WlbError, match=r"cannot read index .*nothing\.idx: No such file.*prefix"):
         read_index(tmp_path / "nothing")
-
-
-def test_missing_bin_is_named(corpus: Path) -> None:
     corpus.with_suffix(".bin").unlink()
     with pytest.raises(WlbError, match=r"cannot read tokens .*\.bin: No such file"):
         IndexedCorpus(corpus)
 
 
-def test_a_truncated_index_is_refused_wherever_it_is_cut(corpus: Path) -> None:
+def test_a_truncated_index_is_refused_wherever_it_is_cut_and_a_truncated_bin_too(corpus):
+    cut(corpus.with_suffix(".bin"), 2 * 26 - 1)
+    with pytest.raises(WlbError, match=r"\.bin is truncated: 51 bytes, its index asks for 52"):
+        IndexedCorpus(corpus)
     idx = corpus.with_suffix(".idx")
     sequences, bounds = sum(len(document) for document in DOCUMENTS), len(DOCUMENTS) + 1
     whole = idx.read_bytes()
@@ -225,12 +224,6 @@ def test_a_truncated_index_is_refused_wherever_it_is_cut(corpus: Path) -> None:
         idx.write_bytes(whole[:size])
         with pytest.raises(WlbError, match=r"truncated|not a Megatron index"):
             read_index(corpus)
-
-
-def test_a_truncated_bin_is_refused(corpus: Path) -> None:
-    cut(corpus.with_suffix(".bin"), 2 * 26 - 1)
-    with pytest.raises(WlbError, match=r"\.bin is truncated: 51 bytes, its index asks for 52"):
-        IndexedCorpus(corpus)
 
 
 def test_an_index_of_uint8_over_a_bin_of_uint16_is_refused(tmp_path: Path) -> None:
@@ -290,14 +283,6 @@ def test_an_index_that_is_none_or_contradicts_itself_or_asks_for_more_than_memor
     (tmp_path / "corpus.idx").write_bytes(content)
     with pytest.raises(WlbError, match=message):
         read_index(tmp_path / "corpus")
-
-
-def test_documents_may_lie_anywhere_in_the_bin(tmp_path: Path) -> None:
-    write_index(tmp_path / "corpus.idx", [2, 3], [6, 0], [0, 1, 2])
-    (tmp_path / "corpus.bin").write_bytes(np.arange(5, dtype="<u2").tobytes())
-    reader = IndexedCorpus(tmp_path / "corpus")
-    assert reader.read(0, 0, 2).tolist() == [3, 4]
-    assert reader.read(1, 0, 3).tolist() == [0, 1, 2]
 
 
 def test_offsets_beyond_two_gigabytes_are_kept(tmp_path: Path) -> None:

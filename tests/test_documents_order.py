@@ -15,7 +15,7 @@ from packing_oracle import COST
 
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents import corpus as corpus_module
-from wlb_megatron.documents.corpus import Corpus, Rules
+from wlb_megatron.documents.corpus import Rules
 from wlb_megatron.documents.piece_order import MOST_STORED, epoch_order, permuted
 from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.errors import WlbError
@@ -56,18 +56,13 @@ def test_a_stretch_is_the_same_wherever_it_begins() -> None:
         assert order(begin, end).tolist() == whole[begin:end].tolist()
 
 
-def test_orders_are_the_same_for_ever() -> None:
+def test_orders_are_the_same_for_ever_and_each_seed_epoch_and_corpus_has_its_own():
     """Frozen: a change breaks every resume. The first is stored and sorted, the second computed."""
     assert epoch_order(10, [1234, 0, 0])(0, 10).tolist() == [5, 6, 3, 9, 7, 4, 1, 2, 8, 0]
     frozen = [811039086, 83283207, 617736726, 332625753, 992927886]
     assert epoch_order(10**9, [1234, 0, 0])(0, 5).tolist() == frozen
-
-
-def test_seeds_epochs_and_corpora_have_orders_of_their_own() -> None:
-    firsts = [
-        tuple(epoch_order(LARGE, seeds)(0, 8)) for seeds in ([1, 0, 0], [2, 0, 0], [1, 1, 0], [1, 0, 1])
-    ]
-    assert len(set(firsts)) == 4
+    seeds = [1, 0, 0], [2, 0, 0], [1, 1, 0], [1, 0, 1]
+    assert len({tuple(epoch_order(LARGE, seed)(0, 8)) for seed in seeds}) == 4
 
 
 def test_a_computed_order_looks_drawn() -> None:
@@ -82,17 +77,6 @@ def test_a_computed_order_looks_drawn() -> None:
     # Nor do neighbours stay neighbours: 3,000 orders have 2 x 63 x 3,000 / LARGE = 2.9 pairs that do.
     pairs = np.abs(np.diff(at.reshape(3000, 64), axis=1)) == 1
     assert pairs.sum() < 2.9 + 5 * 2.9**0.5
-
-
-def test_a_stream_over_many_documents_holds_nothing_of_their_number() -> None:
-    lengths = np.full(10**7, 3, dtype=np.int32)
-    tracemalloc.start()
-    stream = DocumentStream([Corpus("large", lengths)], Rules(8, seed=1, endless=True))
-    pieces = [stream.next() for _ in range(10_000)]
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < 40e6, "an order of 8 bytes a document would be 80 MB"
-    assert len({piece.document for piece in pieces if piece is not None}) == 10_000
 
 
 def test_a_state_of_before_the_first_release_is_refused() -> None:
@@ -176,19 +160,16 @@ def test_a_books_pieces_are_evenly_spaced_over_each_epoch_in_their_order() -> No
             assert len(places) == count and abs(gaps - total / count).max() < 2 + 0.2 * total / count
 
 
-def test_a_few_books_alone_take_turns() -> None:
-    stream = stream_of([10 * WINDOW] * 3)
-    pieces = [stream.next() for _ in range(30)]
-    for first in range(0, 30, 3):
-        assert {piece.document for piece in pieces[first : first + 3]} == {0, 1, 2}
-
-
-def test_the_order_of_spread_pieces_is_the_same_for_ever() -> None:
+def test_pieces_of_a_few_books_take_turns_in_an_order_that_is_the_same_for_ever():
     """Frozen: a change breaks every resume."""
     stream = stream_of([5, 9, 2, 16, 1], window=4)
     pieces = [stream.next() for _ in range(11)]
     frozen = [(2, 0), (3, 0), (4, 0), (0, 0), (1, 0), (3, 4), (1, 4), (3, 8), (0, 4), (3, 12), (1, 8)]
     assert [(piece.document, piece.start) for piece in pieces] == frozen
+    stream = stream_of([10 * WINDOW] * 3)
+    pieces = [stream.next() for _ in range(30)]
+    for first in range(0, 30, 3):
+        assert {piece.document for piece in pieces[first : first + 3]} == {0, 1, 2}
 
 
 @pytest.mark.parametrize("block", [3, 4096])
@@ -249,12 +230,19 @@ def test_a_large_corpus_gives_each_piece_once_and_resumes_anywhere() -> None:
         assert [again.next() for _ in range(5000)] == pieces[at : at + 5000]
 
 
-def test_books_of_many_pieces_take_no_memory_by_their_number() -> None:
-    lengths = np.full(1000, 10**5 * WINDOW, dtype=np.int64)
+@pytest.mark.parametrize(
+    ("lengths", "window", "megabytes"),
+    [(np.full(10**7, 3, np.int32), 8, 40), (np.full(1000, 10**5 * WINDOW, np.int64), WINDOW, 20)],
+    ids=["10**7 documents, of which an order of 8 bytes each would be 80 MB", "10**8 pieces of books"],
+)
+def test_neither_many_documents_nor_many_pieces_take_memory_by_their_number(lengths, window, megabytes):
     tracemalloc.start()
-    stream = stream_of(lengths)
-    documents = [stream.next().document for _ in range(5000)]
+    stream = stream_of(lengths, window=window)
+    documents = [stream.next().document for _ in range(10_000)]
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert peak < 20e6, "10**8 pieces"
-    assert len(set(documents[:1000])) > 900 and max(Counter(documents).values()) <= 6
+    assert peak < megabytes * 1e6
+    if window == 8:
+        assert len(set(documents)) == 10_000
+    else:
+        assert len(set(documents[:1000])) > 900 and max(Counter(documents[:5000]).values()) <= 6
