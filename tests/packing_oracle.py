@@ -15,7 +15,7 @@ from wlb_megatron.packing.varlen.outlier_queues import Item
 from wlb_megatron.plan import IterationPlan, Piece
 from wlb_megatron.registry import PACKERS
 from wlb_megatron.simulator.lengths import long_tailed
-from wlb_megatron.workload.cost_model import CostModel
+from wlb_megatron.workload.cost_model import UNITS_PER_TOKEN, CostModel
 
 COST = CostModel(quadratic_at=8.0, per_document=0.5)
 
@@ -123,9 +123,7 @@ def check_promises(
         assert bins is None or len(micro_batches(plan)) == bins
         arrived += plan.arrived
         for micro_batch in micro_batches(plan):
-            assert micro_batch.pieces or (finite and plan is plans[-1]), (
-                f"empty micro-batch in iteration {number}"
-            )
+            assert micro_batch.pieces or (finite and plan is plans[-1]), f"an empty one in iteration {number}"
             assert micro_batch.tokens <= capacity
             assert len(micro_batch.pieces) <= most_documents
             assert all(piece.end > piece.start for piece in micro_batch.pieces)
@@ -143,6 +141,13 @@ def delays(plans: list[IterationPlan]) -> dict[Piece, int]:
     return {
         piece: plan.iteration - entry[piece] for plan in plans for piece in trained(plan) if piece in entry
     }
+
+
+def time_per_token(plans: list[IterationPlan], stages: int, own: int) -> float:
+    """By brute-force 1F1B events; own: what a micro-batch costs by itself (tokens)."""
+    works = [[batch.work / UNITS_PER_TOKEN + own for batch in micro_batches(plan)] for plan in plans]
+    time = sum(one_f_one_b_time(each, stages) / 3 for each in works)
+    return time / sum(micro_batch.tokens for plan in plans for micro_batch in micro_batches(plan))
 
 
 def one_f_one_b_time(works: list[float], stages: int) -> float:

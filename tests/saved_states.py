@@ -32,21 +32,17 @@ TRAINED, NEXT = 4, 6
 
 def _varlen(**settings: Any) -> Source:
     planner = make_planner([5, 9, 3, 16, 7, 12] * 9, window=16, micro_batches=4, endless=True, **settings)
-    return Source(
-        Blend([]), planner, training_job(wlb_quadratic_at=99.0, wlb_document_cost=0.0), 4, 8.0, (), 0
-    )
+    job = training_job(wlb_quadratic_at=99.0, wlb_document_cost=0.0)
+    return Source(Blend([]), planner, job, 4, 8.0, (), 0)
 
 
 def _fixed_windows() -> Source:
-    config = WlbConfig(
-        quadratic_at=99.0, document_cost=0.0, packing="fixed-greedy", balance_batches=3, chunks="off"
-    )
-    stream = DocumentStream(
-        [Corpus("one", np.array([5, 9, 3, 16, 7, 12] * 4))], Rules(16, seed=3, endless=True)
-    )
-    planner = Planner(
-        stream, make_packer(PackingJob(config, COST, window=16, micro_batches=4)), global_tokens=64
-    )
+    windows = {"packing": "fixed-greedy", "balance_batches": 3, "chunks": "off"}
+    config = WlbConfig(quadratic_at=99.0, document_cost=0.0, **windows)
+    corpus = Corpus("one", np.array([5, 9, 3, 16, 7, 12] * 4))
+    stream = DocumentStream([corpus], Rules(16, seed=3, endless=True))
+    packer = make_packer(PackingJob(config, COST, window=16, micro_batches=4))
+    planner = Planner(stream, packer, global_tokens=64)
     return Source(Blend([]), planner, training_job().with_config(config), 4, 8.0, (), 0)
 
 

@@ -102,13 +102,30 @@ def test_improving_never_makes_the_largest_larger_nor_breaks_a_limit(lengths, co
     assert sorted(item.serial for held in contents for item in held) == before
 
 
-def test_improving_evens_what_greedy_leaves_uneven():
+def test_improving_evens_what_greedy_leaves_uneven_and_keeps_the_bounds_on_tokens_and_documents():
     # 18 against 10: moving 5 would leave 13 against 15, swapping 8 for 4 gives 14 against 14.
     rows = [8, 5, 5], [6, 4]
     contents = [[Item(w, 1, i, 0, Piece(0, i, 0, 1)) for i, w in enumerate(row)] for row in rows]
     work = [18, 10]
     improve_bins(contents, work, 10, 10)
     assert work == [14, 14]
+
+    def bins() -> tuple[list[list[Item]], list[int]]:
+        made = [[Item(w, 10 * w, n, 0, Piece(0, n, 0, 10 * w)) for n, w in enumerate((4, 3, 1))], []]
+        return made, [8, 0]
+
+    held, work = bins()
+    improve_bins(held, work, 10**6, 2)
+    assert work == [4, 4]
+    held, work = bins()
+    improve_bins(held, work, 30, 2)  # 4 has too many tokens to move
+    assert work == [5, 3]
+    held, work = bins()
+    improve_bins(held, work, 10**6, 0)
+    assert work == [8, 0] and not held[1]
+    empty: list[list[Item]] = [[], []]
+    improve_bins(empty, [0, 0], 10, 10)
+    assert empty == [[], []]
 
 
 def plans_of(lengths: np.ndarray, iterations: int, **settings: object) -> list[IterationPlan]:
@@ -162,24 +179,17 @@ def test_documents_of_a_level_train_in_the_order_in_which_they_came():
     lengths = paper_like(40_000, seed=3)
     plans = plans_of(lengths, 280, thresholds="49152,90112")
     for low, high in ((49152, 90112), (90112, WINDOW + 1)):
-        order = [
-            sorted((p.epoch, p.document) for p in trained(plan) if low <= p.tokens < high) for plan in plans
-        ]
-        flat = [document for iteration in order for document in iteration]
-        assert len(flat) > 40
-        assert flat == sorted(flat)
+        order = [p[:2] for plan in plans for p in trained(plan) if low <= p.tokens < high]
+        assert len(order) > 40 and order == sorted(order)
 
 
-def test_thresholds_are_found_that_keep_the_bound_on_delay(monkeypatch):
+def test_thresholds_keep_the_bound_on_delay_and_are_those_of_two_ranks_for_thousands(monkeypatch):
     monkeypatch.setattr(thresholds, "ITERATIONS", 48)
     limits = Limits(bins=4, window=WINDOW, capacity=WINDOW * 3 // 2, max_documents=4096, max_delay=16)
     chosen = find_thresholds(paper_like(30_000, seed=5).tolist(), COST, limits)
     assert chosen.delay <= DELAY_BOUND
     assert chosen.thresholds and chosen.slowdown < 1.08
     assert not find_thresholds([100] * 500, CostModel(1e9), limits).delay
-
-
-def test_thresholds_of_thousands_of_ranks_are_those_of_two_with_the_same_windows_each(monkeypatch):
     monkeypatch.setattr(thresholds, "ITERATIONS", 16)
     sample = paper_like(3_000, seed=5).tolist()
 
@@ -275,10 +285,7 @@ def test_seeded_lengths_repeat_and_are_positive(kind):
     assert (lengths == KINDS[kind](2000, 7)).all()
     assert (lengths != KINDS[kind](2000, 8)).any()
     assert lengths.min() >= 1
-
-
-def test_overlong_lengths_are_cut_at_the_window():
-    assert pieces_of(np.array([3, 0, 20, 8]), 8, "split").tolist() == [3, 8, 8, 4, 8]
+    assert pieces_of(np.array([3, 0, 20, 8]), 8, "split").tolist() == [3, 8, 8, 4, 8], "cut at the window"
 
 
 @settings(deadline=None)
@@ -300,22 +307,3 @@ def test_one_round_of_trades_brings_two_bins_as_close_as_any_move_or_swap_can(he
     assert work == [sum(item.work for item in items) for items in bins]
     assert abs(work[0] - work[1]) == closest
     assert sorted(item.serial for items in bins for item in items) == list(range(len(heavy) + len(light)))
-
-
-def test_trades_keep_the_bounds_on_tokens_and_documents():
-    def bins() -> tuple[list[list[Item]], list[int]]:
-        made = [[Item(w, 10 * w, n, 0, Piece(0, n, 0, 10 * w)) for n, w in enumerate((4, 3, 1))], []]
-        return made, [8, 0]
-
-    held, work = bins()
-    improve_bins(held, work, 10**6, 2)
-    assert work == [4, 4]
-    held, work = bins()
-    improve_bins(held, work, 30, 2)  # 4 has too many tokens to move
-    assert work == [5, 3]
-    held, work = bins()
-    improve_bins(held, work, 10**6, 0)
-    assert work == [8, 0] and not held[1]
-    empty: list[list[Item]] = [[], []]
-    improve_bins(empty, [0, 0], 10, 10)
-    assert empty == [[], []]

@@ -8,14 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packing_oracle import COST, trained
+from packing_oracle import make_job, trained
 
-from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.corpus import Corpus, Rules
 from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.packing.carry import Carried, take_up, waiting_in
 from wlb_megatron.packing.factory import make_packer
-from wlb_megatron.packing.packer import PackingJob
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.plan import Piece
 
@@ -43,20 +41,11 @@ def corpora(*parts: tuple[str, float]) -> list[Corpus]:
     return made
 
 
-def planner(
-    parts: list[Corpus],
-    packing: dict[str, Any],
-    *,
-    window: int = WINDOW,
-    bins: int = 2,
-    seed: int | None = 5,
-    endless: bool = True,
-    overlong: str = "split",
-) -> Planner:
-    config = WlbConfig(**({"micro_batches_per_window": "1"} | packing))
-    packer = make_packer(PackingJob(config, COST, window=window, micro_batches=bins))
-    rules = Rules(window, overlong, seed, endless)
-    return Planner(DocumentStream(parts, rules), packer, global_tokens=bins * window)
+def planner(parts: list[Corpus], packing: dict[str, Any], *, window: int = WINDOW, **rules: Any) -> Planner:
+    """Two micro-batches an iteration. rules: of the stream, endless with seed 5 unless they say otherwise."""
+    packer = make_packer(make_job(window=window, micro_batches=2, **packing))
+    stream = DocumentStream(parts, Rules(window, **{"seed": 5, "endless": True} | rules))
+    return Planner(stream, packer, global_tokens=2 * window)
 
 
 def pieces_of(planned: Planner, iterations: int | None = None) -> list[Piece]:
@@ -147,24 +136,20 @@ def test_weights_count_from_the_change_on_and_make_up_for_nothing():
     assert set(tokens.values()) == {1}
 
 
-@pytest.mark.parametrize(
-    "parts",
-    [
-        [("b", 1.0), ("a", 1.0)],
-        [("c", 1.0), ("a", 1.0), ("b", 3.0)],
-        [("a", 1.0)],
-        [("c", 0.5), ("b", 1.0)],
-    ],
-)
+@pytest.mark.parametrize("parts", ["b 1.0 a 1.0", "c 1.0 a 1.0 b 3.0", "a 1.0", "c 0.5 b 1.0"])
 def test_corpora_go_on_wherever_they_stand_in_the_blend_and_those_that_are_gone_are_told(parts):
     """Each corpus's documents come in the order of a run without a change, from where it stood."""
-    old, new = corpora(("a", 1.0), ("b", 1.0)), corpora(*parts)
+    words = parts.split()
+    old, new = (
+        corpora(("a", 1.0), ("b", 1.0)),
+        corpora(*zip(words[::2], map(float, words[1::2]), strict=True)),
+    )
     before, after = planner(old, PACKINGS[3]), planner(new, PACKINGS[0])
     first = pieces_of(before, 4)
     waited = tokens_of(waiting_in(before.state()), old)
     assert {name for name, *_ in waited} == {"a", "b"}
     carried = taken_up(before, after)
-    names = {name for name, _ in parts}
+    names = set(words[::2])
     assert (carried.begun, carried.gone) == (len(names - {"a", "b"}), len({"a", "b"} - names))
     assert tokens_of(list(carried.kept), new) == Counter({k: 1 for k in waited if k[0] in names})
     assert tokens_of(list(carried.lost), old) == Counter({k: 1 for k in waited if k[0] not in names})

@@ -15,8 +15,8 @@ from packing_oracle import (
     long_run,
     make_planner,
     micro_batches,
-    one_f_one_b_time,
     run,
+    time_per_token,
     token_counts,
 )
 from test_packing_plans import WINDOW, document_lengths, sizes
@@ -41,10 +41,7 @@ from wlb_megatron.workload.cost_model import UNITS_PER_TOKEN, CostModel
 WINDOW_OF_LAW = 32_768
 
 
-SIZES = sizes(
-    micro_batches_per_window=st.sampled_from(["auto", "1", "2", "4"]),
-    chunks=st.just("on"),
-)
+SIZES = sizes(micro_batches_per_window=st.sampled_from(["auto", "1", "2", "4"]), chunks=st.just("on"))
 
 
 @st.composite
@@ -106,11 +103,7 @@ def test_documents_of_all_of_a_ranks_share_train_whole_in_one_iteration(data, si
 
 
 def check_chunks(
-    lengths: list[int],
-    size: dict[str, Any],
-    endless: bool,
-    capacity: int = WINDOW * 3 // 4,
-    iterations: int = 12,
+    lengths: list[int], size: dict[str, Any], endless: bool, capacity: int, iterations: int = 12
 ) -> None:
     plans = run(make_planner(lengths, **size, endless=endless), most=iterations if endless else 10_000)
     arrived: list[Piece] = []
@@ -206,20 +199,12 @@ def test_a_long_tailed_corpus_gains_half_over_arrival_order_on_four_stages_with_
     plain = long_run(50, packing="original", micro_batches_per_window="auto")
     cut = long_run(50, chunks="on", micro_batches_per_window="auto")
 
-    def per_token(plans: list[IterationPlan]) -> float:
-        """Whole documents alone: brute force knows no groups, whose step is never shorter."""
-        grids = [micro_batches(plan) for plan in plans]
-        time = sum(one_f_one_b_time([m.work / UNITS_PER_TOKEN + 1000 for m in grid], 4) / 3 for grid in grids)
-        return time / sum(micro_batch.tokens for grid in grids for micro_batch in grid)
-
-    assert per_token(plain) / per_token(cut) >= 1.4
+    # By brute force, which knows no groups, whose step is never shorter.
+    assert time_per_token(plain, 4, 1000) / time_per_token(cut, 4, 1000) >= 1.4
     assert max(batch.tokens for plan in cut for batch in micro_batches(plan)) <= 0.8 * 131072
     assert all(not plan.waiting for plan in cut)
     assert sum(plan.predicted for plan in cut) <= 1.2 * sum(plan.ideal for plan in cut)
-
-
-def test_the_tokens_in_flight_are_about_a_window_a_stage():
-    for plan in long_run(50, chunks="on", micro_batches_per_window="auto"):
+    for plan in cut:  # the tokens in flight are about a window a stage
         for column in columns(plan):
             held = most_held([m.tokens for m in column], groups([m.pieces for m in column]), StepLaw(pp=4))
             assert held <= 4 * 131072 * 1.1
@@ -235,13 +220,8 @@ def chosen(**how: Any) -> tuple[type, list[str]]:
 def test_the_chosen_number_of_micro_batches_is_as_good_as_any_though_not_all_are_filled():
     lengths = long_tailed(WINDOW_OF_LAW, 20_000).tolist()
     steps = {}
+    job = {"window": WINDOW_OF_LAW, "micro_batches": 4, "pp": 4, "cost": CostModel(8_000.0, 100.0, 1_000.0)}
     for asked in ("auto", "1", "1.5", "2", "3", "4", "6", "8"):
-        job = {
-            "window": WINDOW_OF_LAW,
-            "micro_batches": 4,
-            "pp": 4,
-            "cost": CostModel(8_000.0, 100.0, 1_000.0),
-        }
         planner = make_planner(lengths, **job, endless=True, chunks="on", micro_batches_per_window=asked)
         steps[asked] = [plan.predicted for plan in islice(iter(planner.next_iteration, None), 12)]
     auto = steps.pop("auto")
@@ -281,16 +261,14 @@ def test_auto_takes_chunks_where_they_are_predicted_to_pay_and_says_why():
     assert kind is ChunkPacker and "--wlb-thresholds 49152 is not used" in lines[1]
 
 
-def test_micro_batches_too_short_for_whole_documents_make_auto_take_chunks():
+def test_micro_batches_too_short_for_whole_documents_make_auto_take_chunks_where_no_flag_keeps_them_out():
     kind, lines = chosen(pp=1, max_tokens=131072)
     assert kind is ChunkPacker and "131,072 tokens do not hold whole documents" in lines[0]
     with pytest.raises(WlbError, match=r"below 1\.25 windows.*--wlb-chunks on"):
         chosen(max_tokens=131072, no_chunks=[("--flag", "drop it")])
     with pytest.raises(WlbError, match="more than 64 micro-batches: set it to 2048 or more"):
         chosen(max_tokens=2000)
-
-
-def test_chunks_that_are_asked_for_are_refused_by_the_flag_that_keeps_them_out():
+    # Those that are asked for are refused by the flag that keeps them out.
     with pytest.raises(WlbError, match="--wlb-chunks on cannot be combined with --flag: drop it"):
         chosen(chunks="on", no_chunks=[("--flag", "drop it")])
     with pytest.raises(WlbError, match="needs --wlb-packing varlen"):

@@ -8,10 +8,9 @@ from packing_oracle import (
     delays,
     long_run,
     make_planner,
-    micro_batches,
-    one_f_one_b_time,
     resumed,
     run,
+    time_per_token,
     token_counts,
     trained,
 )
@@ -23,7 +22,7 @@ from wlb_megatron.packing.packer import read_per_window
 from wlb_megatron.packing.varlen.arrange import most_held
 from wlb_megatron.pipeline.step_law import FACTORS
 from wlb_megatron.plan import IterationPlan, Piece
-from wlb_megatron.workload.cost_model import UNITS_PER_TOKEN, CostModel
+from wlb_megatron.workload.cost_model import CostModel
 
 SIZES = sizes(
     pp=st.sampled_from([2, 4]),
@@ -32,6 +31,10 @@ SIZES = sizes(
     thresholds=st.sampled_from(["none", "12", "6,13,24"]),
     micro_batches_per_window=st.sampled_from(["auto", "1", "1.5", "2", "4", "8"]),
 )
+
+
+SPREAD = [(37 * at) % WINDOW + 1 for at in range(60)]
+TWO = {"window": WINDOW, "micro_batches": 2}
 
 
 @settings(max_examples=80, deadline=None)
@@ -44,9 +47,8 @@ def test_every_token_trains_once_uncut_within_its_limits_and_its_bound_on_delay(
     assert max(delays(plans).values(), default=0) <= size["max_delay"]
     for plan in plans:
         assert len({len(row) for row in plan.micro_batches}) == 1, "ranks have unlike numbers of them"
-        assert len(plan.micro_batches) in {
-            -(-round(f * size["micro_batches"] * 100) // 100) for f in (*FACTORS, 64)
-        }
+        windows = size["micro_batches"]
+        assert len(plan.micro_batches) in {-(-round(f * windows * 100) // 100) for f in (*FACTORS, 64)}
 
 
 @pytest.mark.parametrize("kind", [SIZES, SIZES_IN_CHUNKS], ids=["whole documents", "documents in chunks"])
@@ -76,18 +78,12 @@ def test_no_more_tokens_are_held_at_once_than_with_one_micro_batch_a_window(leng
         ({"chunks": "on"}, {"chunks": "off"}),
         ({"chunks": "off"}, {"chunks": "on"}),
     ],
-    ids=[
-        "from one a window to any",
-        "from any to one a window",
-        "from chunks to none",
-        "from none to chunks",
-    ],
+    ids=lambda how: " ".join(*how.items()),
 )
 def test_a_run_may_be_resumed_with_another_number_of_micro_batches_or_kind_of_packer(before, after):
     """States say nothing of them."""
-    lengths = [(37 * at) % WINDOW + 1 for at in range(60)]
     job = {"window": WINDOW, "micro_batches": 4, "pp": 4, "thresholds": "12", "endless": True}
-    first, second = (make_planner(lengths, **job, **how) for how in (before, after))
+    first, second = (make_planner(SPREAD, **job, **how) for how in (before, after))
     done = run(first, most=5)
     done += run(resumed(first, second), most=5)
     pieces = [piece for plan in done for piece in trained(plan)] + list(done[-1].waiting)
@@ -101,13 +97,6 @@ def over_ideal(plans: list[IterationPlan]) -> float:
     return sum(plan.predicted for plan in plans) / sum(plan.ideal for plan in plans)
 
 
-def time_per_token(plans: list[IterationPlan], stages: int, own: int) -> float:
-    """By brute-force 1F1B events; own: what a micro-batch costs by itself (tokens)."""
-    works = [[batch.work / UNITS_PER_TOKEN + own for batch in micro_batches(plan)] for plan in plans]
-    time = sum(one_f_one_b_time(each, stages) / 3 for each in works)
-    return time / sum(micro_batch.tokens for plan in plans for micro_batch in micro_batches(plan))
-
-
 def test_a_long_tailed_corpus_gains_a_third_over_arrival_order_on_four_stages():
     """One micro-batch a window gains 6 %: the bubble is the same, however even the micro-batches are."""
     plain = time_per_token(long_run(60, packing="original"), 4, 1000)
@@ -118,51 +107,30 @@ def test_a_long_tailed_corpus_gains_a_third_over_arrival_order_on_four_stages():
 
 
 def test_many_windows_a_step_are_not_slower_than_one_micro_batch_each():
-    job = {"micro_batches": 32}
-    single, auto = (long_run(20, **job, micro_batches_per_window=number) for number in ("1", "auto"))
+    single, auto = (long_run(20, micro_batches=32, micro_batches_per_window=n) for n in ("1", "auto"))
     assert over_ideal(auto) <= 1.01 * over_ideal(single)
 
 
-def test_without_a_pipeline_there_is_one_micro_batch_a_window():
-    lengths = [(37 * at) % WINDOW + 1 for at in range(60)]
-    plans = [
-        run(make_planner(lengths, window=WINDOW, micro_batches=2, micro_batches_per_window=number))
-        for number in ("1", "auto")
+def test_without_a_pipeline_there_is_one_micro_batch_a_window_and_on_one_pieces_stay_whole():
+    one, auto = (run(make_planner(SPREAD, **TWO, micro_batches_per_window=n)) for n in ("1", "auto"))
+    assert one == auto
+    lengths = [WINDOW, 3, WINDOW - 1, 5, 7, 2] * 4
+    plans = run(make_planner(lengths, **TWO, pp=4, micro_batches_per_window="auto"))
+    assert sorted(piece for plan in plans for piece in trained(plan)) == [
+        Piece(0, at, 0, tokens) for at, tokens in enumerate(lengths)
     ]
-    assert plans[0] == plans[1]
 
 
 def test_what_a_micro_batch_costs_by_itself_keeps_their_number_down():
-    lengths = [(37 * at) % WINDOW + 1 for at in range(60)]
-    for own, least, many in (
-        (0.0, (0.0, 0.0), True),
-        (1e4, (0.0, 0.0), False),
-        (0.0, (1e4, 0.0), False),
-        (0.0, (0.0, 1e4), False),
-    ):
-        cost = CostModel(8.0, 0.0, own, least)
-        plans = run(
-            make_planner(
-                lengths, window=WINDOW, micro_batches=2, pp=4, cost=cost, micro_batches_per_window="auto"
-            )
-        )
-        assert (max(len(plan.micro_batches) for plan in plans) > 2) == many
+    for own, *least in (0.0, 0.0, 0.0), (1e4, 0.0, 0.0), (0.0, 1e4, 0.0), (0.0, 0.0, 1e4):
+        job = TWO | {"pp": 4, "cost": CostModel(8.0, 0.0, own, tuple(least))}
+        plans = run(make_planner(SPREAD, **job, micro_batches_per_window="auto"))
+        assert (max(len(plan.micro_batches) for plan in plans) > 2) == (not own + sum(least))
 
 
 @pytest.mark.parametrize("wrong", ["0", "0.5", "two", "nan", "65", "-1"])
 def test_a_wrong_number_of_micro_batches_is_refused_by_its_flag(wrong):
     with pytest.raises(WlbError, match="--wlb-micro-batches-per-window"):
         read_per_window(wrong)
-
-
-def test_fixed_windows_cannot_be_divided():
     with pytest.raises(WlbError, match="--wlb-micro-batches-per-window 2 needs --wlb-packing varlen"):
         make_planner([4], window=8, micro_batches=1, packing="original", micro_batches_per_window="2")
-
-
-def test_pieces_stay_whole():
-    lengths = [WINDOW, 3, WINDOW - 1, 5, 7, 2] * 4
-    plans = run(make_planner(lengths, window=WINDOW, micro_batches=2, pp=4, micro_batches_per_window="auto"))
-    assert sorted(piece for plan in plans for piece in trained(plan)) == [
-        Piece(0, at, 0, tokens) for at, tokens in enumerate(lengths)
-    ]

@@ -58,19 +58,11 @@ class Run:
         return self.steps[-1][1]
 
     def planner(self, layout: Layout, sample: list[int] | None = None) -> Planner:
-        packer = make_packer(
-            PackingJob(
-                self.config,
-                CostModel(quadratic_at=self.rules.window / 4, per_document=0.5),
-                window=self.rules.window,
-                micro_batches=self.bins // layout.dp,
-                dp=layout.dp,
-                pp=layout.pp,
-                alignment=layout.alignment,
-                sample=sample,
-                adopt_max_tokens=sys.maxsize if self.config.max_tokens is None else 0,
-            )
-        )
+        job = {"micro_batches": self.bins // layout.dp, "dp": layout.dp, "pp": layout.pp, "sample": sample}
+        job |= {"window": self.rules.window, "alignment": layout.alignment}
+        job["adopt_max_tokens"] = sys.maxsize if self.config.max_tokens is None else 0
+        cost = CostModel(quadratic_at=self.rules.window / 4, per_document=0.5)
+        packer = make_packer(PackingJob(self.config, cost, **job))
         schedule = BatchSchedule(self.steps)
         tokens = self.bins * self.rules.window
         return Planner(self.stream(), packer, global_tokens=tokens, schedule=schedule)
@@ -284,13 +276,8 @@ def test_so_does_one_whose_thresholds_were_learnt_from_a_sample_that_the_resumed
     rng = np.random.default_rng([2028, seed])
     lengths = np.where(rng.random(300) < 0.1, rng.integers(100, 513, 300), rng.integers(1, 60, 300))
     rules = Rules(window=512, seed=seed, endless=True)
-    run = Run(
-        WlbConfig(max_delay=8, micro_batches_per_window="1", chunks="off"),
-        (Corpus("one", lengths),),
-        rules,
-        steps=((0, 4),),
-        iterations=8,
-    )
+    config = WlbConfig(max_delay=8, micro_batches_per_window="1", chunks="off")
+    run = Run(config, (Corpus("one", lengths),), rules, steps=((0, 4),), iterations=8)
     learnt, guessed = (
         run.planner(Layout(1, 1, 1), sample).state()["packer"]["settings"]["thresholds"]
         for sample in (lengths.tolist(), None)
