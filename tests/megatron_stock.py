@@ -1,11 +1,14 @@
 """One rank of a run without the plugin, from the weights of megatron_worker.py: what its layout changes by itself.
 
+With --wlb-off the plugin's hooks are installed, and do nothing.
+
 Fixed windows of the corpus, one document each as Megatron sees it; losses and gradients as the worker saves them.
 WORKER_ALONE: numbers of the documents that are trained instead, each alone in a micro-batch.
 """
 
 import json
 import os
+import sys
 from typing import Any
 
 import numpy as np
@@ -16,6 +19,7 @@ from megatron.core.enums import ModelType
 from megatron.training import argument_utils, arguments, get_args, pretrain
 from megatron_worker import norms_for_sequence_parallelism, save_when_reduced, seen, with_known_weights
 
+from wlb_megatron import enable
 from wlb_megatron.plugin.hand_over import wrap_compile_helpers
 from wlb_megatron.plugin.step.forward_step import sum_of_losses
 
@@ -94,5 +98,7 @@ def train(provider: Any, forward_step: Any) -> None:
 
 
 if __name__ == "__main__":
+    if "--wlb-off" in sys.argv:
+        enable()
     del __file__  # else the process that collects what checkpoint writers say imports all this again
     train(provider, forward_step)

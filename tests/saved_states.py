@@ -71,7 +71,7 @@ def _write() -> None:
     states = {}
     for name, make in MAKERS.items():
         source, summariser, after = make(), Summariser(), []
-        args = argparse.Namespace(wlb_off=False)
+        args = argparse.Namespace()
         for iteration in range(TRAINED + NEXT):
             if iteration == TRAINED:
                 resume.remember(source, source.planner.snapshot())

@@ -59,7 +59,8 @@ DELTA_NETS = """--hybrid-layer-pattern G-*-G --linear-num-key-heads 2 --linear-n
 
 
 def test_gated_delta_nets_over_packed_documents_are_those_of_each_document_alone(tmp_path):
-    """The documents of a step, on two context-parallel ranks, and each alone in Megatron's own deterministic mode."""
+    """The documents of a step, on two context-parallel ranks, and each alone in Megatron's own deterministic mode. Its
+    layers run through the hooks with --wlb-off."""
     write_corpus(tmp_path / "corpus", LENGTHS)
     arguments = flags(DELTA_NETS, f"--data-path {tmp_path}/corpus --train-iters 1")
     packed = "--global-batch-size 4 --context-parallel-size 2 --split 1,0,0 --wlb-token-weights step"
@@ -67,8 +68,9 @@ def test_gated_delta_nets_over_packed_documents_are_those_of_each_document_alone
     trained = {piece for _, _, pieces, _ in ranks[0]["documents"] for piece in pieces if piece[1] >= 0}
     documents = sorted(document for _, document, _, end in trained if end > 1)
     assert any(len(rows) > 1 for _, _, _, rows in ranks[0]["documents"])
+    size = ["--global-batch-size", str(len(documents))]
     alone = train(
-        without_plugin([*arguments, "--global-batch-size", str(len(documents)), "--deterministic-mode"]),
+        [*without_plugin([*arguments, *size, "--deterministic-mode"]), "--wlb-off"],
         1,
         tmp_path / "alone",
         stock=True,

@@ -41,7 +41,7 @@ def source(**settings: Any) -> Source:
 def megatron(iteration: int, samples: int | None = None) -> argparse.Namespace:
     """Megatron's arguments after it has loaded a checkpoint of these samples, 4 an iteration unless told."""
     trained = 4 * iteration if samples is None else samples
-    return argparse.Namespace(iteration=iteration, wlb_off=False, consumed_train_samples=trained)
+    return argparse.Namespace(iteration=iteration, consumed_train_samples=trained)
 
 
 def restored(into: Source, args: argparse.Namespace) -> list[str]:
@@ -89,12 +89,11 @@ def test_the_state_is_made_when_megatron_saves_and_not_before():
         log()
     assert made == []
     assert saved(args)["planner"] == {"at": 2} and made == [2]
-    assert not hasattr(save(argparse.Namespace(wlb_off=True)), "wlb_state")
 
 
-def load(args: argparse.Namespace, *, off: bool = False) -> argparse.Namespace:
+def load(args: argparse.Namespace) -> argparse.Namespace:
     """Megatron's arguments after it has loaded a checkpoint that was saved with `args`."""
-    now = argparse.Namespace(wlb_off=off)
+    now = argparse.Namespace()
     resume.wrap_load_base_checkpoint(lambda load_dir, now: ({"args": args}, ""))("folder", now)
     return now
 
@@ -109,16 +108,15 @@ def saved_after(iterations: int, of: Source) -> Source:
 
 
 def test_a_checkpoint_that_is_saved_again_before_training_keeps_its_state():
-    """--ckpt-convert-format; a run with --wlb-off trains on without a state."""
+    """--ckpt-convert-format."""
     args, ours = megatron(0), source()
     resume.remember(ours, ours.planner.snapshot())
     save(args)
     text = args.wlb_state
     part(resume.PackingStates).make_next = None  # another process
-    for off in (False, True):
-        now = load(args, off=off)
-        assert not hasattr(now, "wlb_state")  # Megatron prints its arguments
-        assert getattr(save(now), "wlb_state", None) == (None if off else text)
+    now = load(args)
+    assert not hasattr(now, "wlb_state")  # Megatron prints its arguments
+    assert save(now).wlb_state == text
     assert not hasattr(save(load(argparse.Namespace())), "wlb_state")
 
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_utils import switch_load_balancing_loss_func
-from megatron.training import global_vars
 
 from wlb_megatron.packing.summary import PlanSummary
 from wlb_megatron.plan import Piece
@@ -87,10 +86,8 @@ def test_routers_losses_weigh_by_the_whole_micro_batch_before_0_19(monkeypatch):
     monkeypatch.setattr(parallel_state, "get_tensor_and_context_parallel_group", lambda: ranks)
     scales: list[float] = []
     set_loss_scale = wrap_set_loss_scale(lambda scale: scales.append(float(scale)))
-    for wlb_off in (False, True):
-        monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", SimpleNamespace(wlb_off=wlb_off))
-        set_loss_scale(torch.tensor([2.0]))
-    assert scales == [12.0, 2.0]
+    set_loss_scale(torch.tensor([2.0]))
+    assert scales == [12.0]
 
 
 @pytest.mark.parametrize(("version", "mended"), [("0.16.2", True), ("0.18.3", True), ("0.19.1", False)])

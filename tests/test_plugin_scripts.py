@@ -224,20 +224,6 @@ def test_a_yaml_file_that_replaces_all_flags_is_refused_where_flags_are_read(mon
     assert parse_args().wlb_off
 
 
-def test_with_the_plugin_off_pretrain_gets_what_the_script_gave(monkeypatch):
-    got: list[object] = []
-
-    def original(
-        train_valid_test_dataset_provider: object, model_provider: object, forward_step_func: object
-    ) -> None:
-        got.extend([train_valid_test_dataset_provider, model_provider, forward_step_func])
-
-    part(take_over.Start).validated = True
-    arguments = [object(), object(), object()]
-    hand_over.wrap_pretrain(original)(*arguments)
-    assert all(result is other for result, other in zip(got, arguments, strict=True))
-
-
 def test_before_the_flags_are_read_pretrain_gets_what_decides_later(monkeypatch):
     """megatron-core before 0.18 parses inside pretrain(): the script's own parts are used if the plugin is then off."""
     results: list[str] = []

@@ -28,8 +28,6 @@ def wrap_pretrain(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def pretrain(*args: Any, **kwargs: Any) -> Any:
         start = part(Start)
-        if start.validated and start.opened is None:  # --wlb-off
-            return original(*args, **kwargs)
         arguments = signature.bind(*args, **kwargs).arguments
         script = part(script_functions.Script)
         script.step, script.provider = (

@@ -37,6 +37,8 @@ class Hook:
     """Only for releases from this one on."""
     optional: bool = False
     """Left as it is where this Megatron has another form of it. What needs it is then refused by flag."""
+    always: bool = False
+    """Also with --wlb-off, with which the others do what the original does."""
 
 
 def _wrap_flops(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -68,12 +70,14 @@ HOOKS: tuple[Hook, ...] = (
         ("extra_args_provider", "ignore_unknown_args"),
         "adds the --wlb-* flags",
         take_over.wrap_parse_args,
+        always=True,
     ),
     Hook(
         "megatron.training.arguments:validate_args",
         ("args", "defaults"),
         "refuses what is not handled, opens the corpus, sets what the plugin needs",
         take_over.wrap_validate_args,
+        always=True,
     ),
     Hook(
         "megatron.training.training:pretrain",
@@ -244,6 +248,7 @@ HOOKS: tuple[Hook, ...] = (
         (),
         "builds no dataset helpers: documents come from the index, Megatron's samples are not built",
         hand_over.wrap_compile_helpers,
+        always=True,  # a wheel brings them built, and nothing to build them with
     ),
     Hook(
         "megatron.core.distributed.torch_fully_sharded_data_parallel:TorchFullyShardedDataParallel.scale_gradients",

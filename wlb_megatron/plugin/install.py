@@ -17,6 +17,8 @@ from typing import Any
 from wlb_megatron.plugin import hooks
 from wlb_megatron.plugin.flags.versions import megatron_version
 from wlb_megatron.plugin.hooks import Hook
+from wlb_megatron.plugin.job_state import part
+from wlb_megatron.plugin.take_over import Start
 from wlb_megatron.refusals import Refused
 
 ORIGINAL = "__wlb_original__"
@@ -51,11 +53,23 @@ def install() -> None:
         original = _function(symbol)
         if hasattr(original, ORIGINAL):
             continue
-        replacement = functools.wraps(original)(hook.wrap(original))
+        replacement = _replacement(hook, original)
         setattr(replacement, ORIGINAL, original)
         setattr(owner, name, property(replacement) if isinstance(symbol, property) else replacement)
         for module, alias in aliases.get(id(original), []):
             setattr(module, alias, replacement)
+
+
+def _replacement(hook: Hook, original: Any) -> Any:
+    """The wrapped symbol, and with --wlb-off the original: nothing of the plugin runs then."""
+    wrapped = hook.wrap(original)
+
+    @functools.wraps(original)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        off = part(Start).off and not hook.always
+        return (original if off else wrapped)(*args, **kwargs)
+
+    return replacement
 
 
 def describe() -> str:

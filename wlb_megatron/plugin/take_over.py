@@ -49,9 +49,9 @@ class OpenedJob:
 
 @dataclass(slots=True)
 class Start:
-    """validated: the flags are read and checked. opened: the job that the plugin then runs, None with --wlb-off."""
+    """off: --wlb-off is given. opened: the job that the plugin runs, None before its flags are checked."""
 
-    validated: bool = False
+    off: bool = False
     opened: OpenedJob | None = None
 
 
@@ -82,6 +82,7 @@ def wrap_parse_args(original: Callable[..., Any]) -> Callable[..., Any]:
         args = original(provider, ignore_unknown_args)
         if not hasattr(args, "wlb_off"):
             _only_if_off(args)
+        part(Start).off = args.wlb_off
         return args
 
     return parse_args
@@ -95,7 +96,6 @@ def _only_if_off(args: Any) -> None:
             "--yaml-cfg: Megatron then ignores every flag, --wlb-* too, and checks settings elsewhere; give the "
             "settings as flags."
         )
-    part(Start).validated = True
 
 
 def wrap_validate_args(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -137,7 +137,6 @@ def wrap_validate_args(original: Callable[..., Any]) -> Callable[..., Any]:
             args.eval_interval = (
                 1000  # Megatron divides by it, though nothing is evaluated, also with --wlb-off
             )
-        part(Start).validated = True
         return result
 
     return validate_args

@@ -71,25 +71,27 @@ def wrap_layer(original: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
-def wrap_undo(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _running_documents() -> DocumentRows:
+    documents = part(Running).documents
+    assert documents is not None  # `wrap_layer` has set them, or has raised
+    return documents
+
+
+def wrap_undo(_: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Rows [tokens, 1, channels] of all ranks, rank by rank, in the documents' order."""
 
-    def undo(input_: Tensor, *further_args: Any, **kwargs: Any) -> Tensor:
-        documents = part(Running).documents
-        if documents is None:
-            return original(input_, *further_args, **kwargs)
+    def undo(input_: Tensor, *_: Any, **__: Any) -> Tensor:
+        documents = _running_documents()
         return _Permuted.apply(input_, documents.order, documents.gathered)
 
     return undo
 
 
-def wrap_redo(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def wrap_redo(_: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Rows [tokens, 1, channels] in the documents' order, rank by rank."""
 
-    def redo(input_: Tensor, *further_args: Any, **kwargs: Any) -> Tensor:
-        documents = part(Running).documents
-        if documents is None:
-            return original(input_, *further_args, **kwargs)
+    def redo(input_: Tensor, *_: Any, **__: Any) -> Tensor:
+        documents = _running_documents()
         return _Permuted.apply(input_, documents.gathered, documents.order)
 
     return redo
@@ -133,7 +135,6 @@ class AtDocuments:
         return kernel if isinstance(kernel, AtDocuments) else cls(kernel)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        documents = part(Running).documents
-        assert documents is not None
+        documents = _running_documents()
         starts = {"cu_seqlens": documents.starts, "cu_seqlens_cpu": documents.starts_on_host}
         return self.kernel(*args, **(kwargs | starts))

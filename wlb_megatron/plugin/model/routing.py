@@ -89,10 +89,7 @@ def wrap_set_loss_scale(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def set_loss_scale(scale: torch.Tensor) -> None:
         from megatron.core import parallel_state
-        from megatron.training import get_args
 
-        if not getattr(get_args(), "wlb_off", True):
-            scale = scale * parallel_state.get_tensor_and_context_parallel_group().size()
-        original(scale)
+        original(scale * parallel_state.get_tensor_and_context_parallel_group().size())
 
     return set_loss_scale

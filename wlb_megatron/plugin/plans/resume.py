@@ -91,7 +91,7 @@ def wrap_generate_state_dict(original: Callable[..., Any]) -> Callable[..., Any]
     def generate_state_dict(args: Any, *positional: Any, **kwargs: Any) -> Any:
         states = part(PackingStates)
         text = states.text if states.make_next is None else _sealed(states.make_next())
-        if text is not None and not getattr(args, "wlb_off", True):
+        if text is not None:
             setattr(args, ATTRIBUTE, text)
         return original(args, *positional, **kwargs)
 

@@ -235,11 +235,8 @@ def wrap_offload_group(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        from megatron.training import get_args
-
         original(self, *args, **kwargs)
-        if not getattr(get_args(), "wlb_off", True):
-            self.use_cpu_pool = False
+        self.use_cpu_pool = False
 
     return __init__
 

@@ -52,7 +52,7 @@ def divided_losses(config: Any, tokens: int) -> Iterator[None]:
         config.grad_scale_func, config.finalize_model_grads_func = scale, finalize
 
 
-def wrap_scale_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_scale_gradients(_: Callable[..., Any]) -> Callable[..., Any]:
     """TorchFullyShardedDataParallel.scale_gradients, which Megatron leaves empty.
 
     FSDP2 averages gradients over the data- and context-parallel ranks, whatever their tokens. Losses are sums over
@@ -60,11 +60,6 @@ def wrap_scale_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def scale_gradients(self: Any, scaling_factor: Any) -> None:
-        from megatron.training import get_args
-
-        if getattr(get_args(), "wlb_off", True):
-            original(self, scaling_factor)
-            return
         factor = scaling_factor * self.process_group.size()
         for parameter in self.module.parameters():
             gradient = parameter.grad

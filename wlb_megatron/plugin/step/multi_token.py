@@ -153,7 +153,7 @@ def wrap_track_metrics(original: Callable[..., Any]) -> Callable[..., Any]:
 
     save = getattr(MTPLossLoggingHelper, "save_loss_to_tracker", None)
     if save is not None and "num_tokens" in inspect.signature(save).parameters:
-        return lambda *args, **kwargs: original(*args, **kwargs)
+        return original
     return logged_losses.wrap_report(original)
 
 
