@@ -4,6 +4,7 @@ import argparse
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import forked_ranks
 import pytest
@@ -12,7 +13,7 @@ from megatron_runs import ROOT, cpu_environment, flags, free_port, logged_losses
 from wlb_megatron.patching import hunks
 from wlb_megatron.plugin import hand_over, pretrain_gpt, take_over
 from wlb_megatron.plugin import launch as launcher
-from wlb_megatron.plugin.job_state import part
+from wlb_megatron.plugin.step.forward_step import forward_step
 from wlb_megatron.refusals import Refused
 
 USERS_SCRIPT = '''
@@ -206,10 +207,9 @@ def test_megatrons_dataset_helpers_are_built_only_where_its_own_datasets_may_be(
     made: list[str] = []
     compile_helpers = hand_over.wrap_compile_helpers(lambda: made.append("made"))
     monkeypatch.setattr(hand_over.importlib.util, "find_spec", lambda name: None)
-    part(take_over.Start).opened = object()
     compile_helpers()
     assert not made
-    part(take_over.Start).opened = None  # --wlb-off
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--wlb-off"])
     compile_helpers()
     assert made
 
@@ -224,23 +224,17 @@ def test_a_yaml_file_that_replaces_all_flags_is_refused_where_flags_are_read(mon
     assert parse_args().wlb_off
 
 
-def test_before_the_flags_are_read_pretrain_gets_what_decides_later(monkeypatch):
-    """megatron-core before 0.18 parses inside pretrain(): the script's own parts are used if the plugin is then off."""
-    results: list[str] = []
+def test_before_the_flags_are_read_pretrain_gets_what_looks_the_job_up_later():
+    """megatron-core before 0.18 parses inside pretrain(). A script that has parsed before enable() is told so."""
+    parts: list[Any] = []
 
     def original(train_valid_test_dataset_provider, model_provider, model_type, forward_step_func):
-        results.append(str(train_valid_test_dataset_provider.is_distributed))
-        results.append(train_valid_test_dataset_provider([1, 1, 1]))
-        results.append(model_provider(pre_process=True))
-        results.append(forward_step_func("iterator", "model"))
+        parts.extend([train_valid_test_dataset_provider, forward_step_func])
+        train_valid_test_dataset_provider([1, 1, 1])
 
-    hand_over.wrap_pretrain(original)(
-        lambda samples: f"data of {samples}",
-        lambda pre_process: f"model {pre_process}",
-        "gpt",
-        lambda i, m: f"step {i} {m}",
-    )
-    assert results == ["False", "data of [1, 1, 1]", "model True", "step iterator model"]
+    with pytest.raises(Refused, match="call enable\\(\\) before the script parses them"):
+        hand_over.wrap_pretrain(original)(lambda: "data", lambda: "model", "gpt", lambda: "step")
+    assert parts[0].is_distributed and parts[1] is forward_step
 
 
 def test_the_launcher_told_to_help_says_its_usage_and_succeeds(monkeypatch, capsys):

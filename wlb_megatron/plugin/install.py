@@ -17,8 +17,7 @@ from typing import Any
 from wlb_megatron.plugin import hooks
 from wlb_megatron.plugin.flags.versions import megatron_version
 from wlb_megatron.plugin.hooks import Hook
-from wlb_megatron.plugin.job_state import part
-from wlb_megatron.plugin.take_over import Start
+from wlb_megatron.plugin.take_over import is_off
 from wlb_megatron.refusals import Refused
 
 ORIGINAL = "__wlb_original__"
@@ -66,8 +65,8 @@ def _replacement(hook: Hook, original: Any) -> Any:
 
     @functools.wraps(original)
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        off = part(Start).off and not hook.always
-        return (original if off else wrapped)(*args, **kwargs)
+        runs = hook.always or not is_off()
+        return (wrapped if runs else original)(*args, **kwargs)
 
     return replacement
 

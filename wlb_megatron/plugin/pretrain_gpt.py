@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 from wlb_megatron.plugin.flags.refusal_printing import refuse
@@ -27,6 +26,8 @@ def main(name: str = "pretrain_gpt") -> None:
         return
 
     enable()
+    if "--wlb-off" in sys.argv:
+        refuse(f"--wlb-off: wlb_megatron.{name} has no data of its own: run Megatron's {name}.py instead")
     from megatron.core.enums import ModelType
     from megatron.training import pretrain, set_startup_timestamps
 
@@ -44,9 +45,8 @@ def _model(name: str) -> dict[str, Any]:
     from megatron.training import argument_utils, arguments
 
     if not hasattr(arguments, "parse_and_validate_args"):  # before 0.18
-        return {"model_provider": _unless_off(model_provider)}
+        return {"model_provider": model_provider}
     args = arguments.parse_and_validate_args()
-    _refuse_off(args)
     hybrid = args.hybrid_layer_pattern is not None
     if hybrid != (name == "pretrain_hybrid"):
         other_entry = "pretrain_hybrid" if hybrid else "pretrain_gpt, or give the pattern"
@@ -59,23 +59,6 @@ def _model(name: str) -> dict[str, Any]:
     of_model = argument_utils.hybrid_config_from_args if hybrid else argument_utils.gpt_config_from_args
     config = of_model(args)
     return {"cfg_container": argument_utils.pretrain_cfg_container_from_args(args, config)}
-
-
-def _unless_off(model_provider: Callable[..., Any]) -> Callable[..., Any]:
-    def provider(*args: Any, **keywords: Any) -> Any:
-        from megatron.training import get_args
-
-        _refuse_off(get_args())
-        return model_provider(*args, **keywords)
-
-    return provider
-
-
-def _refuse_off(args: Any) -> None:
-    if args.wlb_off:
-        refuse(
-            "--wlb-off: wlb_megatron.pretrain_gpt has no data of its own: run Megatron's pretrain_gpt.py instead"
-        )
 
 
 def _replaced(*_: Any, **__: Any) -> Any:

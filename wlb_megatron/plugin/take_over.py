@@ -49,10 +49,14 @@ class OpenedJob:
 
 @dataclass(slots=True)
 class Start:
-    """off: --wlb-off is given. opened: the job that the plugin runs, None before its flags are checked."""
+    """The job that the plugin runs, None before its flags are checked."""
 
-    off: bool = False
     opened: OpenedJob | None = None
+
+
+def is_off() -> bool:
+    """Whether --wlb-off is given, also before Megatron parses it: up to 0.17 it does so inside pretrain()."""
+    return "--wlb-off" in sys.argv
 
 
 def make_printable(parser: Any) -> None:
@@ -72,7 +76,7 @@ def wrap_parse_args(original: Callable[..., Any]) -> Callable[..., Any]:
             parser = add_arguments(extra_args_provider(parser) if extra_args_provider else parser)
             if {"-h", "--help"} & {*sys.argv[1:]}:
                 make_printable(parser)
-            if "--wlb-off" not in sys.argv:
+            if not is_off():
                 # argparse prints 300 lines of usage on every rank, and then the reason
                 parser.error = lambda message: refuse(
                     explain_unparsed(message, parser._option_string_actions)
@@ -82,7 +86,6 @@ def wrap_parse_args(original: Callable[..., Any]) -> Callable[..., Any]:
         args = original(provider, ignore_unknown_args)
         if not hasattr(args, "wlb_off"):
             _only_if_off(args)
-        part(Start).off = args.wlb_off
         return args
 
     return parse_args
@@ -90,7 +93,7 @@ def wrap_parse_args(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _only_if_off(args: Any) -> None:
     """Arguments without the plugin's are those of a --yaml-cfg, which stands for all flags and has its own checks."""
-    args.wlb_off = "--wlb-off" in sys.argv
+    args.wlb_off = is_off()
     if not args.wlb_off:
         refuse(
             "--yaml-cfg: Megatron then ignores every flag, --wlb-* too, and checks settings elsewhere; give the "

@@ -84,7 +84,9 @@ def install_spec(model_config: Any, settings: WlbConfig) -> None:
     model_config.pre_wrap_hooks.append(lambda chunks: prepare_model(chunks, settings))
 
 
-def with_plan_attention(model_provider: Callable[..., Any], settings: WlbConfig) -> Callable[..., Any]:
+def with_plan_attention(
+    model_provider: Callable[..., Any], settings: Callable[[], WlbConfig]
+) -> Callable[..., Any]:
     """A script's own model provider whose models are built with the plugin's attention, and checked."""
 
     def provider(*args: Any, **kwargs: Any) -> Any:
@@ -94,7 +96,7 @@ def with_plan_attention(model_provider: Callable[..., Any], settings: WlbConfig)
             model = model_provider(*args, **kwargs)
         finally:
             building.now = False
-        return prepare_model([model], settings)[0]
+        return prepare_model([model], settings())[0]
 
     return provider
 

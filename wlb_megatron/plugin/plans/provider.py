@@ -46,8 +46,8 @@ from wlb_megatron.refusals import Refused
 from wlb_megatron.sharding.alignment import padding
 
 
-def make_provider(sources: dict[str, Source]) -> Callable[..., tuple[Any, Any, Any]]:
-    """train_valid_test_datasets_provider over the sources' plans.
+def make_provider(opened: Callable[[], dict[str, Source]]) -> Callable[..., tuple[Any, Any, Any]]:
+    """train_valid_test_datasets_provider over the plans of the sources that are then opened.
 
     Asked for each model chunk of a virtual pipeline, it gives the same iterators: micro-batches are drawn once a step.
     """
@@ -58,7 +58,7 @@ def make_provider(sources: dict[str, Source]) -> Callable[..., tuple[Any, Any, A
 
         if vp_stage:
             return iterators[0]
-        args = get_args()
+        sources, args = opened(), get_args()
         for part, source in sources.items():
             sources[part] = replace(source, job=source.job.with_vocabulary(args.padded_vocab_size))
         try_megatron()
