@@ -1,5 +1,6 @@
 """From a jsonl of conversations to .bin, .idx and mask: what is read, what is refused, and what is trained."""
 
+import errno
 import json
 import random
 import subprocess
@@ -28,7 +29,6 @@ from sft_data import (
 from wlb_megatron.cli import main
 from wlb_megatron.documents.indexed import IndexedCorpus
 from wlb_megatron.errors import WlbError
-from wlb_megatron.plugin.sft.shared_build import Patience, build_shared
 from wlb_megatron.sft.conversations import BadLine, Reading, conversations_of
 from wlb_megatron.sft.index_files import Tokenizing, lines_before, lines_of, shards_of
 
@@ -288,71 +288,46 @@ def test_shards_processes_and_a_kill_leave_the_same_files(tokenizer, tmp_path):
         job.kill()
     assert not list(cache.glob("wlb_sft/[!.]*"))
     before = {path: path.stat().st_mtime_ns for path in done}
-    made: list[bytes] = []
-
-    def go_on() -> None:
-        made.extend(files_of(made_of(jsonl, tokenizer, cache, processes=1, shard_bytes=100_000)))
-
-    (lock,) = cache.glob("wlb_sft/.*.lock")
-    lock.rename(lock.with_name("gone"))  # a minute later it would be taken for dead
-    go_on()
-    assert made == whole
+    assert files_of(made_of(jsonl, tokenizer, cache, processes=1, shard_bytes=100_000)) == whole
     assert before and not list(cache.glob("wlb_sft/.*.partial"))
 
 
-PATIENCE = Patience(look=0.01, beat=0.02, dead=0.3, failed=0.1, line=0.05)
+@pytest.mark.parametrize("locks", [True, False])
+def test_processes_at_once_make_the_same_files_one_of_them_where_there_are_locks(
+    tokenizer, tmp_path, monkeypatch, capsys, locks
+):
+    """A fault is found by each that tries. Without locks the last one finds the shards gone and the files there."""
+    from wlb_megatron.plugin.sft import build
 
+    jsonl = write_jsonl(tmp_path / "c.jsonl", conversations(300))
+    expected, joined, join = files_of(made_of(jsonl, tokenizer, tmp_path / "alone")), [], build._join
+    together = threading.Barrier(1 if locks else 3)
 
-def build_by(
-    rank: int, made: Path, lock: Path, build: Any, *, may_build: bool = True, say: Any = print
-) -> None:
-    how = {"may_build": may_build, "who": f"rank {rank}", "say": say, "patience": PATIENCE}
-    build_shared(made.exists, lock, build, **how)
-
-
-def test_others_wait_for_the_one_that_builds_and_say_what_for(tmp_path):
-    made, said, built = tmp_path / "made", [], []
-
-    def build(report: Any) -> None:
-        built.append(threading.get_ident())
-        report("is at shard 3 of 9")
+    def slow_join(*arguments: Any) -> None:
+        joined.append(together.wait(20))
         time.sleep(0.3)
-        made.write_text("x")
+        join(*arguments)
 
-    def one(may_build: bool, number: int) -> None:
-        build_by(number, made, tmp_path / "lock", build, may_build=may_build, say=said.append)
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "no locks")
 
-    ranks = [threading.Thread(target=one, args=(number < 2, number)) for number in range(4)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join()
-    assert len(built) == 1 and not (tmp_path / "lock").exists()
-    assert any("waits for rank" in line and "is at shard 3 of 9" in line for line in said)
-
-
-def test_a_lock_whose_owner_died_is_taken_over_and_an_error_reaches_those_who_wait(tmp_path):
-    made, lock = tmp_path / "made", tmp_path / "lock"
-    lock.mkdir()
-    (lock / "status.json").write_text(json.dumps({"who": "rank 0", "does": "x", "beat": 4}))
-    build_by(1, made, lock, lambda report: made.write_text("x") and None)
-    made.unlink()
-
-    def fail(report: Any) -> None:
-        raise WlbError("line 7 is bad\nand more")
-
-    def wait() -> None:
-        with pytest.raises(WlbError, match=r"rank 0 on .* failed: line 7 is bad"):
-            build_by(1, made, lock, fail, may_build=False)
-        waited.append(True)
-
-    waited: list[bool] = []
-    waiting = threading.Thread(target=wait)
-    waiting.start()
-    with pytest.raises(WlbError, match="line 7"):
-        build_by(0, made, lock, fail)
-    waiting.join()
-    assert waited and not made.exists()
+    monkeypatch.setattr(build, "_join", slow_join)
+    monkeypatch.setattr(build, "of_this_process", lambda: f"host.{threading.get_ident()}")
+    if not locks:
+        monkeypatch.setattr(build.fcntl, "flock", refuse)
+    made: list[list[bytes]] = []
+    processes = [
+        threading.Thread(
+            target=lambda: made.append(files_of(made_of(jsonl, tokenizer, tmp_path / "k", processes=1)))
+        )
+        for _ in range(3)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert made == [expected] * 3 and len(joined) == (1 if locks else 3)
+    assert ("waits for a process that tokenizes c.jsonl" in capsys.readouterr().out) == locks
 
 
 def any_line(generator: random.Random, good: list[bytes], bad: list[bytes]) -> bytes:

@@ -23,7 +23,7 @@ def renamed_at_end(path: Path) -> Iterator[Path]:
         yield path
         return
     path = path.resolve()
-    scratch = path.with_name(f".{path.stem}.{_of_this_process()}.partial{path.suffix}")
+    scratch = path.with_name(f".{path.stem}.{of_this_process()}.partial{path.suffix}")
     try:
         yield scratch
         scratch.replace(path)
@@ -31,7 +31,7 @@ def renamed_at_end(path: Path) -> Iterator[Path]:
         scratch.unlink(missing_ok=True)
 
 
-def _of_this_process() -> str:
+def of_this_process() -> str:
     """Another on each machine: they may share the folder, and two of them a process's number."""
     return f"{socket.gethostname()}.{os.getpid()}"
 
@@ -64,7 +64,7 @@ def write_whole(path: Path, text: str, flag: str) -> None:
 def whole_folder(out: Path) -> Iterator[Path]:
     """A folder to write into, which becomes `out` at the end, file by file where that is there already; nothing is left
     of it after an error."""
-    scratch = out.with_name(f".{out.name}.{_of_this_process()}.partial")
+    scratch = out.with_name(f".{out.name}.{of_this_process()}.partial")
     try:
         scratch.mkdir(parents=True)
         yield scratch

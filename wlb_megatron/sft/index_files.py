@@ -94,12 +94,20 @@ class IndexFolder:
     def about(self) -> dict[str, Any]:
         """index.json: counts, messages, and what the key was made of. WlbError where it cannot be read."""
         path = self.folder / "index.json"
-        try:
-            about = json.loads(path.read_text(encoding="utf-8"))
-            Counts(**about["counts"])
-        except (OSError, ValueError, TypeError, KeyError):
-            raise WlbError(f"{path} cannot be read: remove the folder, it is made again") from None
-        return dict(about)
+        about = read_about(path)
+        if about is None:
+            raise WlbError(f"{path} cannot be read: remove the folder, it is made again")
+        return about
+
+
+def read_about(path: Path) -> dict[str, Any] | None:
+    """What a JSON file says of an index or a shard, its "counts" among it; None if it is not there, or damaged."""
+    try:
+        about: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        Counts(**about["counts"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return about
 
 
 def index_folder(jsonl: Path, cache: Path | None, key: str) -> IndexFolder:

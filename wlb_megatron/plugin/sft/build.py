@@ -6,6 +6,7 @@ Shards that an earlier build has made are kept. The folder gets its name when al
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import hashlib
 import json
@@ -30,9 +31,10 @@ from wlb_megatron.sft.index_files import (
     Tokenizing,
     lines_before,
     lines_of,
+    read_about,
     shards_of,
 )
-from wlb_megatron.whole_files import write_whole
+from wlb_megatron.whole_files import of_this_process, write_whole
 
 MOST_PROCESSES = 64
 LISTED = 20
@@ -67,12 +69,7 @@ class Shard:
 
     def about(self) -> dict[str, Any] | None:
         """{"counts": .., "bad": [[line of the shard, from 1, reason], ..]}; None if it is not (wholly) made."""
-        try:
-            about = json.loads(self.about_path.read_text(encoding="utf-8"))
-            Counts(**about["counts"])
-        except (OSError, ValueError, TypeError, KeyError):
-            return None
-        return dict(about)
+        return read_about(self.about_path)
 
 
 def token_type(token_ids: int) -> Any:
@@ -87,7 +84,7 @@ def make_shard(shard: Shard, tokenizer: ConversationTokenizer, tokenizing: Token
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     reading = Reading(tokenizing.by_role, tokenizing.drops_tools)
-    scratch = shard.folder / f".{shard.prefix.name}.{os.getpid()}"
+    scratch = shard.folder / f".{shard.prefix.name}.{of_this_process()}"
     counts, reported_end, reported_at = Counts(), shard.begin, time.monotonic()
     bad: list[tuple[int, str]] = []
     builder = IndexedDatasetBuilder(f"{scratch}.bin", dtype=token_type(tokenizer.token_ids))
@@ -143,27 +140,46 @@ def build(
     *,
     processes: int | None = None,
     shard_bytes: int = SHARD_BYTES,
-    say: Say = lambda _: None,
+    say: Say,
 ) -> None:
-    """Make the folder.
+    """Make the folder, if no other process is first.
 
-    key: the parts that its name was made of. processes: their number, None for one a core. say: called with how far it
-    is.
+    key: the parts that its name was made of. processes: their number, None for one a core. say: prints a line.
 
     WlbError, and shards are kept, for bad lines (unless they are to be skipped), if no conversation has a target, and
     if the cache cannot be written.
     """
     try:
         into.partial.mkdir(parents=True, exist_ok=True)
-        shards = [
-            Shard(jsonl, into.partial, *bounds) for bounds in shards_of(jsonl.stat().st_size, shard_bytes)
-        ]
-        _make_all(shards, tokenizer, tokenizing, processes, say)
-        _join(shards, into, key, tokenizer)
-    except OSError as error:
+        with _locked(into.partial / "lock", lambda: say(f"waits for a process that tokenizes {jsonl.name}")):
+            if into.done:
+                return
+            size = jsonl.stat().st_size
+            shards = [Shard(jsonl, into.partial, *bounds) for bounds in shards_of(size, shard_bytes)]
+            _make_all(shards, tokenizer, tokenizing, processes)
+            _join(shards, into, key, tokenizer)
+    except (OSError, WlbError) as error:
+        if into.done:  # without locks: another process has made it, and removed the shards
+            return
+        if isinstance(error, WlbError):
+            raise
         raise WlbError(
             f"cannot write to {into.partial}: {error.strerror or error}; give another --data-cache-path"
         ) from None
+
+
+@contextlib.contextmanager
+def _locked(path: Path, waits: Callable[[], None]) -> Iterator[None]:
+    """One process at a time, of all nodes that share the file system. A lock ends with its process. Where a file system
+    has none, several make the same files, each under names of its own until they are whole."""
+    with path.open("w") as lock:
+        with contextlib.suppress(OSError):
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                waits()
+                fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _make_all(
@@ -171,11 +187,10 @@ def _make_all(
     tokenizer: ConversationTokenizer,
     tokenizing: Tokenizing,
     processes: int | None,
-    say: Say,
 ) -> None:
     missing = [shard for shard in shards if shard.about() is None]
     count = min(processes or len(os.sched_getaffinity(0)), MOST_PROCESSES, len(missing))
-    with _reported(shards, missing, say) as report:
+    with _reported(shards, missing) as report:
         if count <= 1:  # a process of its own would take longer to start
             for shard in missing:
                 for count in make_shard(shard, tokenizer, tokenizing):
@@ -227,7 +242,7 @@ def _hand_out(child: Child, queued: list[Shard], working: set[Child]) -> None:
 
 
 @contextlib.contextmanager
-def _reported(shards: list[Shard], missing: list[Shard], say: Say) -> Iterator[Callable[[int], None]]:
+def _reported(shards: list[Shard], missing: list[Shard]) -> Iterator[Callable[[int], None]]:
     """A function that takes the bytes done since it was called last: moves the bar, and says how long it will take."""
     if not missing:
         yield lambda _: None
@@ -243,7 +258,6 @@ def _reported(shards: list[Shard], missing: list[Shard], say: Say) -> Iterator[C
             seconds = (time.monotonic() - start) * (todo - done_bytes) / max(done_bytes, 1)
             line = f"tokenizes {missing[0].jsonl.name}: {(size - todo + done_bytes) / size:.0%} done"
             line += f", about {duration(seconds)} left" if done_bytes < todo else ""
-            say(line)
             while ticked < done_bytes * ticks // todo:
                 ticked += 1
                 tick(line)
@@ -255,21 +269,17 @@ def _refuse_bad(shards: list[Shard], tokenizing: Tokenizing, *, raises: bool = F
     """Whether a bad line of these shards ends the build; with `raises` it does: WlbError lists the lines."""
     if tokenizing.skips_bad:
         return False
-    bad = [shard for shard in shards if ((about := shard.about()) is not None and about["bad"])]
+    bad = any(about["bad"] for shard in shards if (about := shard.about()) is not None)
     if bad and raises:
-        lines = listed(shards)
-        suffix = [] if len(lines) < LISTED else ["and perhaps more"]
-        raise WlbError(
-            "\n".join(
-                [
-                    f"{bad[0].jsonl} has lines that cannot be trained; correct them, or leave them out by "
-                    "--wlb-sft-skip-bad-lines:",
-                    *lines,
-                    *suffix,
-                ]
-            )
-        )
-    return bool(bad)
+        raise refused_lines(shards[0].jsonl, listed(shards))
+    return bad
+
+
+def refused_lines(jsonl: Path, lines: list[str]) -> WlbError:
+    """What ends a job or a build that is to leave no bad lines out; they are listed."""
+    more = ["and perhaps more"] if len(lines) >= LISTED else []
+    text = f"{jsonl} has lines that cannot be trained; correct them, or leave them out by --wlb-sft-skip-bad-lines:"
+    return WlbError("\n".join([text, *lines, *more]))
 
 
 def listed(shards: list[Shard]) -> list[str]:
@@ -297,7 +307,7 @@ def _join(
             f"{counts.bad_lines:,} bad, {counts.without_target:,} conversations without a target; correct the file or "
             "--sft-tokenizer-prompt-format"
         )
-    scratch = into.partial / f"joined.{os.getpid()}"
+    scratch = into.partial / f"joined.{of_this_process()}"
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir()
     builder = IndexedDatasetBuilder(str(scratch / f"{into.stem}.bin"), dtype=token_type(tokenizer.token_ids))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,12 +14,9 @@ from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.choose_chunks import settings_refused
 from wlb_megatron.plugin.flags.data_paths import prefixes_of, renamed
 from wlb_megatron.plugin.flags.training_job import TrainingJob
-from wlb_megatron.plugin.sft.build import LISTED, build
-from wlb_megatron.plugin.sft.shared_build import build_shared
+from wlb_megatron.plugin.sft.build import Say, build, refused_lines
 from wlb_megatron.plugin.sft.tokenizer import ConversationTokenizer
 from wlb_megatron.sft.index_files import SHARD_BYTES, Counts, IndexFolder, Tokenizing, index_folder, key_of
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,38 +38,34 @@ def index_all(
     processes: int | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> list[Indexed]:
-    """The files of each jsonl. Several processes may call this at once: the first one of a node makes what is missing,
-    the others wait (torchrun's RANK and LOCAL_RANK).
+    """The files of each jsonl. Several processes may call this at once: the first one of a node (torchrun's LOCAL_RANK)
+    makes what is missing, the others wait.
 
     WlbError for what cannot be tokenized; with bad lines that are not to be skipped, it lists them.
     """
     tokenizer = ConversationTokenizer(tokenizing)
-    rank, first = os.environ.get("RANK"), os.environ.get("LOCAL_RANK", "0") == "0"
+    first = os.environ.get("LOCAL_RANK", "0") == "0"
     indexed_files = []
     for jsonl in jsonls:
         key, parts = key_of(jsonl, tokenizing, tokenizer.digest)
         files = index_folder(jsonl, cache, key)
-        build_shared(
-            lambda files=files: files.done,  # type: ignore[misc]
-            files.folder.with_name(f".{key}.lock"),
-            lambda report, jsonl=jsonl, files=files, parts=parts: build(  # type: ignore[misc]
-                *(jsonl, files, parts, tokenizing, tokenizer),
+        if first and not files.done:
+            build(
+                jsonl,
+                files,
+                parts,
+                tokenizing,
+                tokenizer,
                 processes=processes,
                 shard_bytes=shard_bytes,
-                say=report,
-            ),
-            may_build=first,
-            who="this process" if rank is None else f"rank {rank}",
-            say=say if first else lambda _: None,
-        )
+                say=say,
+            )
+        while not files.done:  # by the first rank of this node; if that fails, its launcher ends this one
+            time.sleep(0.5)
         about = files.about()
         counts = Counts(**about["counts"])
         if counts.bad_lines and not tokenizing.skips_bad:
-            lines = "\n".join(about["bad"][:LISTED])
-            raise WlbError(
-                f"{jsonl} has {counts.bad_lines:,} lines that cannot be trained; correct them, or leave them out by "
-                f"--wlb-sft-skip-bad-lines:\n{lines}"
-            )
+            raise refused_lines(jsonl, about["bad"])
         indexed_files.append(Indexed(jsonl, files, counts, tuple(about["notes"])))
     return indexed_files
 
