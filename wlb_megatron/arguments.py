@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Iterable
-from dataclasses import MISSING, fields, replace
+from collections.abc import Callable, Iterable
+from dataclasses import Field, fields, replace
 from typing import Any
 
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
+from wlb_megatron.registry import Entry
 
 PREFIX = "wlb_"
 
@@ -25,23 +26,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         description="Flags of wlb_megatron. README.md tells when to change a default.",
     )
     for setting in fields(WlbConfig):
-        flag = _flag(PREFIX + setting.name)
-        options: dict[str, Any] = {"dest": PREFIX + setting.name, "help": setting.metadata["help"]}
-        assert setting.default is not MISSING
-        if setting.default is False:
-            options["action"] = "store_true"
-        else:
-            options["default"] = None if setting.metadata.get("depends") else setting.default
-            options["type"] = setting.metadata.get("type", str)
-            options["choices"] = choices = setting.metadata.get("choices")
-            if isinstance(choices, dict):  # training refuses some entries, with a line of its own
-                options["metavar"] = "{" + ",".join(n for n, entry in choices.items() if entry.offered) + "}"
-            if setting.default is not None:
-                options["help"] += f" (default: {setting.default})"
-        group.add_argument(flag, **options)
+        # Training refuses some entries of registries, with a line of its own.
+        options = flag_options(setting, lambda entry: entry.offered)
+        if setting.metadata.get("depends"):
+            options["default"] = None
+        group.add_argument(_flag(PREFIX + setting.name), dest=PREFIX + setting.name, **options)
     for name in REMOVED:
         group.add_argument(_flag(PREFIX + name), dest=PREFIX + name, help=argparse.SUPPRESS)
     return parser
+
+
+def flag_options(setting: Field[Any], shows: Callable[[Entry], bool]) -> dict[str, Any]:
+    """What argparse is told of a setting. shows: which entries of a registry its usage names; it takes all."""
+    if setting.default is False:
+        return {"help": setting.metadata["help"], "action": "store_true"}
+    choices, metavar = setting.metadata.get("choices"), None
+    if isinstance(choices, dict):
+        metavar = "{" + ",".join(name for name, entry in choices.items() if shows(entry)) + "}"
+    default = "" if setting.default is None else f" (default: {setting.default})"
+    return {
+        "help": setting.metadata["help"] + default,
+        "default": setting.default,
+        "type": setting.metadata.get("type", str),
+        "choices": choices,
+        "metavar": metavar,
+    }
 
 
 def config_from_args(args: argparse.Namespace) -> WlbConfig:

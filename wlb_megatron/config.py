@@ -17,6 +17,11 @@ def _setting(default: Any, help: str, **meta: Any) -> Any:
     return field(default=default, metadata={"help": help, **meta})
 
 
+def _of_training(default: Any, help: str, **meta: Any) -> Any:
+    """A setting that matters in training alone: the commands do not take it."""
+    return _setting(default, help, training=True, **meta)
+
+
 @dataclass(frozen=True, kw_only=True)
 class WlbConfig:
     """Settings of the plugin. Field `max_tokens` is flag --wlb-max-tokens, and so on."""
@@ -119,7 +124,7 @@ class WlbConfig:
         type=int,
         within=(1, COUNT),
     )
-    token_weights: str = _setting(
+    token_weights: str = _of_training(
         "auto",
         "weight of a token's loss in the gradient: step (1 over the tokens of its own step, as Megatron has it: tokens "
         "of fuller steps weigh less), equal (1 over --global-batch-size x --seq-length, the same in every step), auto "
@@ -136,34 +141,34 @@ class WlbConfig:
         choices=OVERLONG,
         depends=True,
     )
-    train_epochs: int | None = _setting(
+    train_epochs: int | None = _of_training(
         None,
         "train until each document has trained so often; sets --train-samples, and the last step takes what is left "
         "(epochs; default: --train-iters or --train-samples)",
         type=int,
         within=(1, COUNT),
     )
-    sft_skip_bad_lines: bool = _setting(
+    sft_skip_bad_lines: bool = _of_training(
         False,
         "with --sft, leave out lines of a jsonl that cannot be trained, and count them (default: they end the job and "
         "are listed)",
     )
-    sft_drop_tools: bool = _setting(
+    sft_drop_tools: bool = _of_training(
         False,
         "with --sft, accept tools, their turns and calls, which the nemotron formats leave out (default: such a line "
         "is bad)",
     )
-    sft_assistant_only: bool = _setting(
+    sft_assistant_only: bool = _of_training(
         False,
         "with --sft and --sft-tokenizer-prompt-format default, train only what the chat template marks by "
         "its generation tags (default: every token, as in Megatron)",
     )
-    sft_mask_data: bool = _setting(
+    sft_mask_data: bool = _of_training(
         False,
         "with --sft, --data-path names .bin/.idx pairs, each with a .mask of one byte a token: 1 for a token that is "
         "trained (default: it names jsonls)",
     )
-    kernels: str = _setting(
+    kernels: str = _of_training(
         "auto",
         f"attention kernels on GPUs: {choices(KERNELS)}, auto (for each layer the first of these that is installed and "
         "supports it)",
@@ -194,59 +199,59 @@ class WlbConfig:
         type=float,
         within=(0.001, COUNT),
     )
-    rehearsal: str = _setting(
+    rehearsal: str = _of_training(
         "auto",
         "run a forward and backward of micro-batches of Lmax tokens before step 1, so that memory runs out there if it "
         "ever does: auto (on GPUs), always, never",
         choices=("auto", "always", "never"),
     )
-    plan_process: str = _setting(
+    plan_process: str = _of_training(
         "auto",
         "plan in a separate process of each rank, so that planning does not delay kernel launches: auto (from about "
         "1,000 documents an iteration on, unless --wlb-cp-mode is dynamic), always, never (a thread plans)",
         choices=("auto", "always", "never"),
     )
-    fresh_order: bool = _setting(
+    fresh_order: bool = _of_training(
         False,
         "continue a checkpoint with other corpora, weights, --seq-length or packing, or one made without the plugin. "
         "Waiting documents train first, known corpora continue where they were, new ones begin. With another --seed, "
         "or if nothing else changed, every corpus begins an epoch. A job that is queued again with the flag continues "
         "that order, so it may be given at any start (default: such a checkpoint is refused)",
     )
-    replace_script_functions: bool = _setting(
+    replace_script_functions: bool = _of_training(
         False,
         "replace the script's own forward step and dataset provider, and a loss function that the plugin cannot call, "
         "though they do more than Megatron's (default: such a script is refused)",
     )
-    log: str | None = _setting(
+    log: str | None = _of_training(
         None, "append one JSON line for each trained iteration to this file (path; default: no file)"
     )
-    log_plans: bool = _setting(
+    log_plans: bool = _of_training(
         False,
         "add the document lengths of every micro-batch to the lines of --wlb-log (about 1 KB for 200 documents)",
     )
-    profile: str | None = _setting(
+    profile: str | None = _of_training(
         None,
         "profile of this model on this GPU, made by wlb-megatron profile, with which iterations are planned, sharded "
         "and predicted (path; default: the model's shape and built-in kernel tables)",
     )
-    trace: str | None = _setting(
+    trace: str | None = _of_training(
         None,
         "write one iteration's forwards and backwards on every rank to this file, for ui.perfetto.dev (path; default: "
         "no file)",
     )
-    trace_iteration: int = _setting(
+    trace_iteration: int = _of_training(
         10, "the iteration to trace, 2 or later (iteration)", type=int, within=(1, LARGEST)
     )
-    dry_run: bool = _setting(
+    dry_run: bool = _of_training(
         False,
         "check the flags as for --wlb-world-size GPUs, in one process and without a GPU. Print what is set, "
         "planned and predicted. Exit with 0, or with 2 and the line of a refusal (default: train)",
     )
-    world_size: int | None = _setting(
+    world_size: int | None = _of_training(
         None, "GPUs of the job of --wlb-dry-run (count; default: the launcher's)", type=int, within=(1, RANKS)
     )
-    off: bool = _setting(False, "leave Megatron unchanged: the launcher only runs the script")
+    off: bool = _of_training(False, "leave Megatron unchanged: the launcher only runs the script")
 
     @property
     def fixed_windows(self) -> bool:

@@ -7,35 +7,14 @@ import re
 from collections.abc import Container, Sequence
 from dataclasses import fields
 
-from wlb_megatron.arguments import check_numbers, take_instead
+from wlb_megatron.arguments import check_numbers, flag_options, take_instead
 from wlb_megatron.bounds import RANKS, TOKENS, whole
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
 from wlb_megatron.refusals import unsupported
 from wlb_megatron.registry import CP_MODES, PACKERS, SHARDINGS
 
-NOT_HERE = (
-    *(
-        "dry_run",
-        "fresh_order",
-        "kernels",
-        "log",
-        "log_plans",
-        "off",
-        "plan_process",
-        "profile",
-        "rehearsal",
-        "replace_script_functions",
-        "sft_assistant_only",
-        "sft_drop_tools",
-        "sft_mask_data",
-        "sft_skip_bad_lines",
-        "token_weights",
-        "train_epochs",
-        "world_size",
-    ),
-    *("trace", "trace_iteration"),
-)
+NOT_HERE = tuple(setting.name for setting in fields(WlbConfig) if setting.metadata.get("training"))
 """Settings that matter in training alone."""
 
 
@@ -180,27 +159,13 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 def add_setting(parser: argparse.ArgumentParser, name: str) -> None:
     """The flag of one field of WlbConfig."""
     setting = next(setting for setting in fields(WlbConfig) if setting.name == name)
-    flag, help_text = "--" + name.replace("_", "-"), renamed(setting.metadata["help"])
-    training = f"--wlb-{name.replace('_', '-')}"
-    flags = [training] if name in WHOLE_NAMES else [training, flag]
-    if setting.default is False:
-        parser.add_argument(*flags, dest=name, action="store_true", help=help_text)
-        return
-    choices, metavar = setting.metadata.get("choices"), None
-    if isinstance(choices, dict):
-        planning_choices = [f"{name} ({entry.help})" for name, entry in choices.items() if not entry.trains]
-        metavar = "{" + ",".join(name for name, entry in choices.items() if not entry.instead) + "}"
-        help_text += "".join(f"; here also {choice}" for choice in planning_choices)
-    default = f" (default: {setting.default})" if setting.default is not None else ""
-    parser.add_argument(
-        *flags,
-        default=setting.default,
-        dest=name,
-        type=setting.metadata.get("type", str),
-        choices=choices,
-        metavar=metavar,
-        help=help_text + default,
-    )
+    options = flag_options(setting, lambda entry: not entry.instead)
+    flag, choices = name.replace("_", "-"), options.get("choices")
+    others = choices.items() if isinstance(choices, dict) else ()
+    also = [f"; here also {other} ({entry.help})" for other, entry in others if not entry.trains]
+    options["help"] = "".join([renamed(options["help"]), *also])
+    flags = [f"--wlb-{flag}"] if name in WHOLE_NAMES else [f"--wlb-{flag}", f"--{flag}"]
+    parser.add_argument(*flags, dest=name, **options)
 
 
 def settings(args: argparse.Namespace) -> WlbConfig:
@@ -249,16 +214,6 @@ def idle(config: WlbConfig) -> dict[str, str]:
     return idle_settings
 
 
-SPELLED = {
-    "--seq-length": "--window",
-    "--context-parallel-size": "--cp",
-    "--tensor-model-parallel-size": "--tp",
-    "--pipeline-model-parallel-size": "--pp",
-    "--num-virtual-stages-per-pipeline-rank": "--vpp",
-    "--data-path": "--lengths",
-}
-"""Megatron's flags that the commands shorten."""
-
 _LATENT = (
     *("--multi-latent-attention", "--q-lora-rank", "--kv-lora-rank"),
     *("--qk-head-dim", "--qk-pos-emb-head-dim", "--v-head-dim"),
@@ -275,9 +230,6 @@ def explain_unknown(unknown_words: Sequence[str], takes: Container[str], command
     for part in unknown_words:
         flag = part.split("=")[0]
         plain = flag.replace("--wlb-", "--", 1)
-        here = SPELLED.get(flag, plain)
-        if here != flag and here in takes:
-            return f"{flag} is spelled {here} here"
         if plain.removeprefix("--").replace("-", "_") in NOT_HERE:
             return f"{flag} only affects training: leave it out here"
         if flag in _LATENT and "--kv-channels" in takes:
