@@ -78,9 +78,8 @@ def from_json(
     lengths: np.ndarray, config: WlbConfig, layout: Layout, micro_batches: int, iterations: int
 ) -> dict[str, Any]:
     """The same figures, from nothing but what inspect prints and the formula of the cost model."""
-    job = {"window": 64, "micro_batches": micro_batches, "iterations": iterations}
-    job |= {"dp": layout.data, "cp": layout.context, "tp": layout.tensor}
-    shown = inspect_plans(lengths, config, **job)["iterations"]
+    one_stage = replace(layout, pipeline=1, virtual=1, micro_batches=micro_batches)
+    shown = inspect_plans(lengths, config, one_stage, window=64, iterations=iterations)["iterations"]
     imbalance, cp_imbalance, delays, sizes, weights, pad = [], [], [], [], [], 0
     entered: dict[tuple[int, int], int] = {}
     for number, iteration in enumerate(shown):

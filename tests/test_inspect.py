@@ -16,16 +16,18 @@ from wlb_megatron.inspect_plans import inspect_plans
 from wlb_megatron.pipeline.kept_layers import Load, stage_orders
 from wlb_megatron.registry import SHARDINGS
 from wlb_megatron.workload.memory import ModelChunk, StageMemory
+from wlb_megatron.workload.model import Layout
 
 Rows = list[list[int]]
 
 
 def inspect(lengths: list[int], window: int, **options: Any) -> list[dict[str, Any]]:
-    layout = {name: options.pop(name) for name in ("dp", "cp", "tp", "iterations") if name in options}
-    micro_batches = options.pop("micro_batches", 1)
+    sizes = {"data": "dp", "context": "cp", "tensor": "tp", "micro_batches": "micro_batches"}
+    layout = Layout(**{name: options.pop(short, 1) for name, short in sizes.items()})
+    iterations = options.pop("iterations", None)
     config = WlbConfig(**{"packing": "original", "sharding": "per-document"} | options)
     tokens = np.array(lengths, dtype=np.int64)
-    return inspect_plans(tokens, config, window=window, micro_batches=micro_batches, **layout)["iterations"]
+    return inspect_plans(tokens, config, layout, window=window, iterations=iterations)["iterations"]
 
 
 # --- worked examples ---

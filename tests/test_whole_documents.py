@@ -14,6 +14,7 @@ from wlb_megatron.documents.lengths import Bound, longest_whole
 from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.errors import WlbError
 from wlb_megatron.inspect_plans import inspect_plans
+from wlb_megatron.workload.model import Layout
 
 
 def test_the_least_limit_decides_and_every_one_is_told():
@@ -35,9 +36,8 @@ def test_where_no_more_than_the_window_can_train_whole_documents_are_split_at_it
 
 def plans(lengths: list[int], micro_batches: int, **how: Any) -> list[dict[str, Any]]:
     config = WlbConfig(**{"overlong": "chunk", "quadratic_at": 80.0, "micro_batch_cost": 2.0} | how)
-    job = {"window": 64, "micro_batches": micro_batches, "pp": 2, "iterations": None}
-    shown = inspect_plans(np.array(lengths), config, **job)
-    return shown["iterations"]
+    layout = Layout(pipeline=2, micro_batches=micro_batches)
+    return inspect_plans(np.array(lengths), config, layout, window=64)["iterations"]
 
 
 @pytest.mark.parametrize(("micro_batches", "parts"), [(4, [256]), (2, [128, 128]), (1, [64] * 4)])

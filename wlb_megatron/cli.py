@@ -46,6 +46,7 @@ from wlb_megatron.simulator.known_models import PRESETS
 from wlb_megatron.simulator.launch_flags import launch_parser, notes_of, read_launch
 from wlb_megatron.simulator.reproduction.reproduce_command import add_reproduce
 from wlb_megatron.whole_files import write_whole
+from wlb_megatron.workload.model import Layout
 
 
 class _Parser(argparse.ArgumentParser):
@@ -220,13 +221,15 @@ def _inspect(args: argparse.Namespace) -> None:
     inspection = inspect_plans(
         lengths,
         config,
+        Layout(
+            tensor=args.tp,
+            context=args.cp,
+            pipeline=args.pp,
+            data=args.dp,
+            virtual=args.vpp,
+            micro_batches=args.micro_batches,
+        ),
         window=args.window,
-        micro_batches=args.micro_batches,
-        dp=args.dp,
-        cp=args.cp,
-        tp=args.tp,
-        pp=args.pp,
-        vpp=args.vpp,
         iterations=args.iterations,
         job=_read_inspected_job(args),
         say=messages.append,

@@ -26,6 +26,7 @@ from wlb_megatron.simulator.job import Job
 from wlb_megatron.workload.cost_model import CostModel
 from wlb_megatron.workload.kernel_table import h100
 from wlb_megatron.workload.micro_batch import MICRO_BATCH_TOKENS
+from wlb_megatron.workload.model import Layout
 
 QUADRATIC_AT = 24576.0
 """Used if neither quadratic_at nor a model's shape is given (tokens): close to a 7B model's."""
@@ -34,22 +35,17 @@ QUADRATIC_AT = 24576.0
 def inspect_plans(
     lengths: Lengths,
     config: WlbConfig,
+    layout: Layout,
     *,
     window: int,
-    micro_batches: int,
-    dp: int = 1,
-    cp: int = 1,
-    tp: int = 1,
-    pp: int = 1,
-    vpp: int = 1,
     iterations: int | None = None,
     job: Job | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Plans of one pass over the documents, without a shuffle; at most `iterations` of them.
 
-    lengths: integers[n], tokens of each document; ids are positions in it. micro_batches: windows of one
-    data-parallel rank. The plan may make more micro-batches of them; they are shown in the order of their forwards.
+    lengths: integers[n], tokens of each document; ids are positions in it. layout: its micro_batches are the windows
+    of a data-parallel rank. The plan may make more micro-batches of them, shown in the order of their forwards.
     job: the same job with its model and a GPU's memory, by which work and Lmax are counted and layers kept. say:
     called with the lines that a run prints at start.
 
@@ -68,8 +64,8 @@ def inspect_plans(
     if config.regather_keys:
         raise WlbError("--wlb-regather-keys changes no plan, which is all that inspect shows: leave it out")
     with explain_bad_values():
-        alignment = multiple(cp, tp)
-        max_tokens, _ = longest_whole(config.overlong, window, micro_batches)
+        cp, alignment = layout.context, multiple(layout.context, layout.tensor)
+        max_tokens, _ = longest_whole(config.overlong, window, layout.micro_batches)
         rules = Rules(max_tokens, config.overlong)
         stream = DocumentStream.of_lengths(lengths, rules, name="--lengths")
         if problem := nothing_predicted(lengths, rules):
@@ -84,10 +80,10 @@ def inspect_plans(
             config=config,
             cost=_cost(config, cp) if job is None else job.cost(config),
             window=window,
-            micro_batches=micro_batches,
-            dp=dp,
-            pp=pp,
-            vpp=vpp,
+            micro_batches=layout.micro_batches,
+            dp=layout.data,
+            pp=layout.pipeline,
+            vpp=layout.virtual,
             sample=sample_lengths(lengths, max_tokens, config.overlong),
             longest=stream.longest,
             rooms=None if job is None else job.rooms(config),
@@ -106,7 +102,9 @@ def inspect_plans(
         for iteration, step in zip(inspection["iterations"], recomputation, strict=True):
             for number, micro_batch in enumerate(iteration["micro_batches"]):
                 stages = step[micro_batch["dp"]]
-                micro_batch["recomputed"] = [list(stage.recomputed[number // dp]) for stage in stages]
+                micro_batch["recomputed"] = [
+                    list(stage.recomputed[number // layout.data]) for stage in stages
+                ]
         inspection["stages"] = [
             {"available": size, **asdict(stage)} for stage, size in zip(*job.stages(), strict=True)
         ]
