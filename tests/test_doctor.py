@@ -87,16 +87,6 @@ def test_the_cpu_that_answers_for_a_gpu_is_not_taken_for_one(monkeypatch: pytest
     assert all(finding.verdict != checks.FIX for finding in checks.transformer_engine())
 
 
-@pytest.mark.parametrize(
-    ("version", "phrase"),
-    [(91900, "rounds sizes up"), (92400, "the plugin rounds"), (92501, "the plugin rounds")],
-)
-def test_the_version_of_cudnn_says_who_rounds_the_sizes_of_graphs(version: int, phrase: str) -> None:
-    first, graphs = checks.cudnn(version)
-    assert first.found == f"9.{version // 100 % 100}.{version % 100}" and phrase in graphs.found
-    assert [finding.found for finding in checks.cudnn(None)] == ["missing"]
-
-
 def test_flash_attention_of_another_version_and_what_stock_makes_of_it_are_told(monkeypatch):
     def version(package: str) -> str | None:
         return {**KERNELS["fa4"].packages, **changed}.get(package)

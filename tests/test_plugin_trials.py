@@ -18,7 +18,7 @@ from forked_ranks import spawn
 from megatron_runs import free_port
 
 from wlb_megatron.doctor import checks
-from wlb_megatron.errors import WlbError
+from wlb_megatron.errors import CPU, WlbError
 from wlb_megatron.plugin.flags import versions
 from wlb_megatron.plugin.trials import megatron_check, megatron_trial
 from wlb_megatron.plugin.trials.megatron_trial import Comparison
@@ -189,9 +189,8 @@ def changed(owner: Any, name: str, value: Any) -> Any:
 def check_of_changed_megatrons(rank: int, folder: Path) -> None:
     """This rank's comparisons: Megatron as it is, with weaker routers' losses, with undivided gradients, and with
     deferred losses halved."""
-    from wlb_megatron.plugin.trials.megatron_check import run_without_gpu
-
-    run_without_gpu()
+    sys.path.insert(0, str(CPU))
+    importlib.import_module("cpu_cuda")
     from megatron.core.transformer.moe import moe_utils
 
     finalize = importlib.import_module("megatron.core.distributed.finalize_model_grads")

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+CPU = ROOT / "wlb_megatron" / "cpu"
+"""The folder that, on PYTHONPATH, lets Megatron's loop run without a GPU (docs/cpu.md)."""
 PREFIX = "wlb_megatron: error:"
 """Begins each line that says why a rank or a command ends: `grep -h "wlb_megatron: error:"` finds it in any log."""
 

@@ -10,11 +10,10 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from wlb_megatron.attention.kernels.kernel_choice import Layer, chosen, describe, not_installed
 from wlb_megatron.doctor import attention_check
-from wlb_megatron.errors import install, installed_version
+from wlb_megatron.errors import CPU, install, installed_version
 
 OK, NOTE, FIX = "ok", "note", "FIX"
 
@@ -38,10 +37,6 @@ def gpu_count() -> int:
     if "cpu_cuda" in sys.modules:  # of wlb_megatron/cpu, imported with torch: the CPU answers for CUDA
         return 0
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-
-CPU = Path(__file__).resolve().parents[1] / "cpu"
-"""The folder that lets Megatron's loop run without a GPU (docs/cpu.md)."""
 
 
 def python() -> Iterator[Finding]:
@@ -73,7 +68,7 @@ def torch_and_gpus() -> Iterator[Finding]:
         )
     else:
         yield Finding("CUDA", built)
-        yield from cudnn(torch.backends.cudnn.version())
+        yield Finding("cuDNN", _dotted(torch.backends.cudnn.version()))
         nccl = (
             torch.cuda.nccl.version() if gpus else installed_version(f"nvidia-nccl-cu{built.split('.')[0]}")
         )
@@ -95,24 +90,6 @@ def torch_and_gpus() -> Iterator[Finding]:
             OK if able else FIX,
             "" if able else "attention over packed documents by cuDNN needs Hopper or newer (9.0)",
         )
-
-
-def cudnn(version: int | None) -> Iterator[Finding]:
-    """cuDNN's version, and whether the kernel graphs that are built before step 1 are those that steps need."""
-    yield Finding("cuDNN", _dotted(version))
-    if version:
-        rounds = version < BY_SEQUENCES
-        yield Finding(
-            "attention graphs built before step 1",
-            "fit the sizes that steps use: Transformer Engine rounds sizes up"
-            if rounds
-            else "fit the sizes that steps use: the plugin rounds the number of sequences up, because Transformer "
-            "Engine does not with this cuDNN (checked on plans, not on a GPU)",
-        )
-
-
-BY_SEQUENCES = 92400
-"""cuDNN 9.24.0. From this version on, Transformer Engine caches forward graphs by the number of sequences."""
 
 
 def transformer_engine() -> Iterator[Finding]:

@@ -3,8 +3,8 @@ what the plugin takes them for?
 
 Names and parameters of what is replaced are compared at start. Meanings are not seen there: by how many tokens
 gradients are divided, or how strong routers' losses are. Here two context-parallel ranks, processes on CPU tensors over
-gloo, train one step of a GPT with experts. What it must give is computed in fp64, one document at a time; only the
-names and layouts of the weights are Megatron's, which its checkpoints hold, too. A rank is
+gloo (wlb_megatron/cpu is on their PYTHONPATH), train one step of a GPT with experts. What it must give is computed in
+fp64, one document at a time; only the names and layouts of the weights are Megatron's. A rank is
 `python -m wlb_megatron.plugin.trials.megatron_check RANK MEETING`.
 """
 
@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from wlb_megatron.plugin.trials.megatron_trial import RANKS, Comparison
 
@@ -117,7 +116,7 @@ def _rotated(x: Tensor, base: float) -> Tensor:
 
 def rank_comparisons(meeting: str, rank: int) -> list[Comparison]:
     """What this rank finds. meeting: a file in an empty folder, over which the ranks meet."""
-    run_without_gpu()
+    sys.modules.setdefault("apex", None)  # type: ignore[arg-type]  # Megatron takes its kernels, which need a GPU
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", world_size=RANKS, rank=rank)
     from megatron.core import parallel_state
@@ -126,7 +125,7 @@ def rank_comparisons(meeting: str, rank: int) -> list[Comparison]:
     from wlb_megatron.plugin import install
 
     install.install()
-    global_vars._GLOBAL_ARGS = argparse.Namespace(wlb_off=False)
+    global_vars._GLOBAL_ARGS = argparse.Namespace()
     parallel_state.initialize_model_parallel(context_parallel_size=RANKS)
     try:
         return _compared(rank)
@@ -295,40 +294,6 @@ def _forward_step(data_iterator: Iterator[dict[str, Any]], model: Any) -> tuple[
     )
     function, deferred = partial(sum_of_losses, batch["loss_mask"]), claim(output)
     return output, function if deferred is None else partial(deferred.begin, function)
-
-
-def run_without_gpu() -> None:
-    """Call before megatron is imported, with CUDA_VISIBLE_DEVICES empty. Does nothing under wlb_megatron/cpu."""
-    if "cpu_cuda" in sys.modules:  # of wlb_megatron/cpu
-        return
-    for package in ("transformer_engine", "apex"):  # Megatron takes their kernels wherever it finds them
-        sys.modules.setdefault(package, None)  # type: ignore[arg-type]
-
-    class OnCpu(TorchFunctionMode):
-        """torch functions with the CUDA device that Megatron names replaced by the CPU."""
-
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            kwargs = dict(kwargs or {})
-            if _names_gpu(kwargs.get("device")):
-                kwargs["device"] = "cpu"
-            if func is torch.Tensor.cuda:
-                return args[0]
-            return func(*args, **kwargs)
-
-    torch.cuda.current_device = lambda: 0
-    torch.cuda.current_stream = lambda *_: _Stream()  # type: ignore[assignment]
-    OnCpu().__enter__()
-
-
-class _Stream:
-    """On which everything has already happened."""
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *_, **__: self
-
-
-def _names_gpu(device: Any) -> bool:
-    return type(device) is int or str(device).startswith("cuda")
 
 
 if __name__ == "__main__":

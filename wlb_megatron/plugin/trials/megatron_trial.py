@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from wlb_megatron.child import run_ranks
-from wlb_megatron.errors import WlbError
+from wlb_megatron.errors import CPU, WlbError
 from wlb_megatron.plugin.flags.training_job import TrainingJob
 from wlb_megatron.plugin.flags.versions import (
     TRIED_TRANSFORMER_ENGINE,
@@ -123,7 +123,7 @@ def _environment() -> dict[str, str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(_OF_THE_JOB)}
     return {
         **environment,
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        "PYTHONPATH": os.pathsep.join([str(CPU), *filter(None, sys.path)]),
         "PYTHONWARNINGS": "ignore",
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
