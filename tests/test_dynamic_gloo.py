@@ -78,7 +78,7 @@ def attend_in_groups(rank: int, world: int) -> None:
             index = torch.from_numpy(cut.packed_index(own))
             q, k, v = (t[index].requires_grad_() for t in (x.q, x.k, x.v))
             layout = device_layout(attention_layout(cut, own), "cpu")
-            ranks = process_group(RankGroup(group.start, group.size, 1, "", 1.0))
+            ranks = process_group(RankGroup(group.start, group.size, "", 1.0))
             out = sharded_attention(q, k, v, layout, ranks, TorchKernels(), SCALE)
             got = out, *torch.autograd.grad(out, (q, k, v), x.dout[index])
             for a, b in zip(got, expected, strict=True):
@@ -120,7 +120,7 @@ def agree_on_plans(rank: int, world: int) -> None:
     fixed = itertools.islice(plan_iterations(small_planner(), shards), 4)
     for mine, theirs in zip(planned, fixed, strict=True):
         assert mine.state() == theirs.state() and mine.plan == theirs.plan
-        assert mine.micro_batches[0].group.steps == len(mine.micro_batches)
+        assert mine.micro_batches[0].steps == len(mine.micro_batches)
         in_groups = [micro_batch for micro_batch in mine.micro_batches if micro_batch.group]
         assert all(micro_batch.shard.cp_size == micro_batch.group.size for micro_batch in in_groups)
         digests: list[bytes | None] = [None] * world
@@ -192,7 +192,7 @@ def test_a_group_s_documents_are_counted_once_for_the_flops() -> None:
 
     summary = PlanSummary(0, 0, 0, 0, 1.0, 1.0, 1.0, 1, 0, 0.0, 0, 0)
     pieces = (Piece(0, 0, 0, 5), Piece(0, 1, 0, 9), Piece(0, -1, 0, 2))
-    group, plan = RankGroup(0, 4, 1, "greedy", 1.0), shard([5, 9, 2], 4, "per-document")
+    group, plan = RankGroup(0, 4, "greedy", 1.0), shard([5, 9, 2], 4, "per-document")
     planned = PlannedMicroBatch(0, 0, pieces, plan, summary, 0.0, group)
     layouts = [Layout(0, 1, 8, True, stage_rank=rank, cp_size=2) for rank in range(4)]
     bounds = [from_plan(planned, layout).bounds for layout in layouts]

@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -37,13 +38,12 @@ from wlb_megatron.workload.kernel_table import KernelTable
 class RankGroup:
     """Ranks [start, start + size) of a stage's data x context parallel ones, which share a micro-batch.
 
-    steps: micro-batches of the iteration on every rank. source: the planner that made the plan
-    (dynamic.plan_step.Outcome). gain: predicted time with fixed groups over this plan's.
+    source: the planner that made the plan (dynamic.plan_step.Outcome). gain: predicted time with fixed groups over this
+    plan's.
     """
 
     start: int
     size: int
-    steps: int
     source: str
     gain: float
 
@@ -124,71 +124,84 @@ class ShardSettings:
     keeps_layers: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """A data-parallel rank's part of an iteration. groups: what else its ranks must agree on, for the digest."""
+
+    micro_batches: tuple[PlannedMicroBatch, ...]
+    predicted_ms: float | None
+    groups: bytes = b""
+
+
+CutPlan = Callable[[IterationPlan, PlanSummary, float], RankPlan | None]
+"""This rank's part of a plan, which was begun at that time (perf_counter). None where no more are wanted."""
+
+
 def plan_iterations(planner: Planner, settings: ShardSettings) -> Iterator[PlannedIteration]:
     """Planned iterations one after another, until the planner's stream ends."""
-    # Ranks whose kernel tables differ would cut alike micro-batches differently.
+    return iterations_of(planner, settings, partial(_cut_plan, settings), settings.table.to_json())
+
+
+def iterations_of(
+    planner: Planner, settings: ShardSettings, cut_plan: CutPlan, tables: str
+) -> Iterator[PlannedIteration]:
+    """The same, cut over ranks by `cut_plan`, with the state of the planner after each.
+
+    tables: kernel tables. Ranks that have others would cut alike micro-batches differently.
+    """
     summariser = Summariser(packed_waiting(planner.packer.state()))
-    digest = hashlib.blake2b(settings.table.to_json().encode(), digest_size=8)
+    digest = hashlib.blake2b(tables.encode(), digest_size=8)
     in_arrival_order = None if settings.arrival_order is None else settings.arrival_order(planner)
     while True:
         start = time.perf_counter()
         plan = planner.next_iteration()
-        if plan is None:
+        of_rank = None if plan is None else cut_plan(plan, summariser.summarise(plan), start)
+        if plan is None or of_rank is None:
             return
-        # This rank's micro-batches, padded and cut over context-parallel ranks. With an alignment of 4,
-        # pieces of 5 and 8 tokens get a padding piece of 3.
-        summary = summariser.summarise(plan)
-        padded = [pad(row[settings.dp_rank].pieces, settings.alignment) for row in plan.micro_batches]
-        lengths = [np.array([p.end - p.start for p in pieces], dtype=np.int64) for pieces in padded]
-        shards = cut(lengths, settings.cp_size, settings.sharding, settings.table, links_of(padded))
-        counts = settings.predictions(
-            [piece for row in plan.micro_batches for micro_batch in row for piece in micro_batch.pieces]
-        )
-        seconds = time.perf_counter() - start
         update_digest(digest, plan)
-        together, loads = chunk_groups(plan, settings), layer_loads(plan, settings)
-        micro_batches = tuple(
-            PlannedMicroBatch(
-                plan.iteration,
-                index,
-                pieces,
-                shard_plan,
-                summary,
-                seconds,
-                predictions=counts,
-                steps=len(padded),
-                chunk_groups=together,
-                loads=loads,
-            )
-            for index, (pieces, shard_plan) in enumerate(zip(padded, shards, strict=True))
+        digest.update(of_rank.groups)
+        yield PlannedIteration(
+            of_rank.micro_batches,
+            planner.snapshot(),
+            digest.digest(),
+            planner.stream.state(),
+            planner.samples,
+            planner.trained,
+            planner.put_back,
+            planner.above_spread,
+            of_rank.predicted_ms,
+            plan,
+            None if in_arrival_order is None else in_arrival_order(plan),
         )
-        predicted_ms = None if settings.predict is None else settings.predict(plan, shards)
-        arrival = None if in_arrival_order is None else in_arrival_order(plan)
-        yield planned_iteration(planner, micro_batches, digest, predicted_ms, plan, arrival)
 
 
-def planned_iteration(
-    planner: Planner,
-    micro_batches: tuple[PlannedMicroBatch, ...],
-    digest: Any,
-    predicted_ms: float | None,
-    plan: IterationPlan,
-    arrival_ms: float | None,
-) -> PlannedIteration:
-    """The iteration that the planner has just planned, with its state after it."""
-    return PlannedIteration(
-        micro_batches,
-        planner.snapshot(),
-        digest.digest(),
-        planner.stream.state(),
-        planner.samples,
-        planner.trained,
-        planner.put_back,
-        planner.above_spread,
-        predicted_ms,
-        plan,
-        arrival_ms,
+def _cut_plan(settings: ShardSettings, plan: IterationPlan, summary: PlanSummary, start: float) -> RankPlan:
+    """This rank's micro-batches, padded and cut over context-parallel ranks. With an alignment of 4, pieces of 5 and 8
+    tokens get a padding piece of 3."""
+    padded = [pad(row[settings.dp_rank].pieces, settings.alignment) for row in plan.micro_batches]
+    lengths = [np.array([p.end - p.start for p in pieces], dtype=np.int64) for pieces in padded]
+    shards = cut(lengths, settings.cp_size, settings.sharding, settings.table, links_of(padded))
+    counts = settings.predictions(
+        [piece for row in plan.micro_batches for micro_batch in row for piece in micro_batch.pieces]
     )
+    seconds = time.perf_counter() - start
+    together, loads = chunk_groups(plan, settings), layer_loads(plan, settings)
+    micro_batches = tuple(
+        PlannedMicroBatch(
+            plan.iteration,
+            index,
+            pieces,
+            shard_plan,
+            summary,
+            seconds,
+            predictions=counts,
+            steps=len(padded),
+            chunk_groups=together,
+            loads=loads,
+        )
+        for index, (pieces, shard_plan) in enumerate(zip(padded, shards, strict=True))
+    )
+    return RankPlan(micro_batches, None if settings.predict is None else settings.predict(plan, shards))
 
 
 def chunk_groups(plan: IterationPlan, settings: ShardSettings) -> tuple[int, ...]:

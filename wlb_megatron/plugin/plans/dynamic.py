@@ -6,7 +6,6 @@ inside the iteration. So the packing state is that of a run with fixed groups, a
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
 import time
@@ -23,9 +22,8 @@ from wlb_megatron.dynamic.cost import group_cost, token_ns
 from wlb_megatron.dynamic.plan import Group, Stage, StepPlan, fixed_groups
 from wlb_megatron.dynamic.plan_step import FIXED, GREEDY, LATE, SOLVER, Outcome, plan_step
 from wlb_megatron.packing.planner import Planner
-from wlb_megatron.packing.saved_pieces import packed_waiting
-from wlb_megatron.packing.summary import Summariser
-from wlb_megatron.plan import Piece
+from wlb_megatron.packing.summary import PlanSummary
+from wlb_megatron.plan import IterationPlan, Piece
 from wlb_megatron.plugin.logs.prediction import PredictGroups, group_predictor
 from wlb_megatron.plugin.micro_batches.groups import make_groups
 from wlb_megatron.plugin.micro_batches.planning import (
@@ -33,9 +31,9 @@ from wlb_megatron.plugin.micro_batches.planning import (
     PlannedIteration,
     PlannedMicroBatch,
     RankGroup,
+    RankPlan,
     ShardSettings,
-    planned_iteration,
-    update_digest,
+    iterations_of,
 )
 from wlb_megatron.plugin.plans.planning_process import GroupPlanner
 from wlb_megatron.plugin.plans.source import Source
@@ -139,31 +137,19 @@ def plan_groups(
     planner: Planner, shards: ShardSettings, dynamic: DynamicSettings
 ) -> Iterator[PlannedIteration]:
     """Planned iterations one after another, until the planner's stream ends; every rank has equally many
-    micro-batches in each."""
-    # Ranks whose kernel tables differ would cut a group's micro-batch differently.
-    summariser = Summariser(packed_waiting(planner.packer.state()))
-    digest = hashlib.blake2b(digest_size=8)
-    for size, table in zip(dynamic.sizes, dynamic.tables, strict=True):
-        digest.update(f"{size} {table.to_json()}".encode())
-    in_arrival_order = None if shards.arrival_order is None else shards.arrival_order(planner)
-    for number in itertools.count():
-        # 1. The packer decides which documents train.
-        start = time.perf_counter()
-        plan = planner.next_iteration()
-        if plan is None:
-            return
-        summary = summariser.summarise(plan)
-        # 2. Rank 0 places them on groups, and all ranks hear of it. Of documents with 9, 5 and 30 tokens on 4 ranks one
+    micro-batches in each. The packer has decided which documents train."""
+    numbers = itertools.count()
+
+    def cut_groups(plan: IterationPlan, summary: PlanSummary, start: float) -> RankPlan | None:
+        # 1. Rank 0 places them on groups, and all ranks hear of it. Of documents with 9, 5 and 30 tokens on 4 ranks one
         # micro-step may be: ranks 0 and 1 train the first two, ranks 2 and 3 the third.
         pieces = [piece for row in plan.micro_batches for micro_batch in row for piece in micro_batch.pieces]
         tokens = [piece.tokens for piece in pieces]
-        agreed = agree(number, tokens, fixed_groups(plan, shards.cp_size), dynamic)
+        agreed = agree(next(numbers), tokens, fixed_groups(plan, shards.cp_size), dynamic)
         if agreed is None:
-            return
+            return None
         steps, source, gain = agreed
-        update_digest(digest, plan)
-        digest.update(steps.encode().tobytes())
-        # 3. This rank's group in each micro-step cuts its documents.
+        # 2. This rank's group in each micro-step cuts its documents.
         counts = shards.predictions(pieces)
         micro_batches = []
         for index, group in enumerate(steps.of_rank(dynamic.stage_rank)):
@@ -171,24 +157,21 @@ def plan_groups(
             table = dynamic.tables[dynamic.sizes.index(group.size)]
             lengths = np.array([piece.tokens for piece in padded_pieces], dtype=np.int64)
             (shard_plan,) = cut([lengths], group.size, shards.sharding, table)
-            shared = RankGroup(group.start, group.size, len(steps.micro_steps), source, gain)
-            seconds = time.perf_counter() - start
             micro_batches.append(
                 PlannedMicroBatch(
-                    plan.iteration,
-                    index,
-                    padded_pieces,
-                    shard_plan,
-                    summary,
-                    seconds,
-                    shared,
-                    counts,
-                    shared.steps,
+                    *(plan.iteration, index, padded_pieces, shard_plan, summary, time.perf_counter() - start),
+                    group=RankGroup(group.start, group.size, source, gain),
+                    predictions=counts,
+                    steps=len(steps.micro_steps),
                 )
             )
         predicted_ms = None if dynamic.predict is None else dynamic.predict(steps, tokens)
-        arrival = None if in_arrival_order is None else in_arrival_order(plan)
-        yield planned_iteration(planner, tuple(micro_batches), digest, predicted_ms, plan, arrival)
+        return RankPlan(tuple(micro_batches), predicted_ms, steps.encode().tobytes())
+
+    tables = "".join(
+        f"{size} {table.to_json()}" for size, table in zip(dynamic.sizes, dynamic.tables, strict=True)
+    )
+    return iterations_of(planner, shards, cut_groups, tables)
 
 
 def padded_group(group: Group, pieces: Sequence[Piece], shards: ShardSettings) -> tuple[Piece, ...]:
