@@ -26,7 +26,6 @@ from wlb_megatron.plugin.step.multi_token import (
     refuse_other_form,
     wrap_is_inference_linear,
     wrap_roll_tensor,
-    wrap_roll_tensors,
     wrap_track_metrics,
 )
 from wlb_megatron.refusals import Refused, refuse_unsupported
@@ -77,8 +76,8 @@ def test_a_linear_layer_is_none_of_inference_where_transformer_engine_is_missing
 
 
 def test_a_micro_batch_that_was_not_planned_for_it_is_an_error():
-    for wrap, rolled in ((wrap_roll_tensor, torch.ones(1, 4)), (wrap_roll_tensors, [torch.ones(1, 4)])):
-        roll = wrap(lambda *_: "Megatron's")
+    roll = wrap_roll_tensor(lambda *_: "Megatron's")
+    for rolled in (torch.ones(1, 4), [torch.ones(1, 4)]):
         assert roll(rolled) == "Megatron's"
         with pytest.raises(WlbError, match="not planned"):
             roll(rolled, packed_seq_params=WlbPackedSeqParams())
@@ -103,7 +102,7 @@ def test_the_mask_has_the_factors_of_the_whole_iteration(tmp_path):
 
 def one_at_a_time(tensor: torch.Tensor, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The dev branch's form, where Megatron itself sums the mask."""
-    (rolled,) = wrap_roll_tensors(lambda *_: None)([tensor], **more)
+    (rolled,) = wrap_roll_tensor(lambda *_: None)([tensor], **more)
     return rolled, rolled.sum()
 
 

@@ -187,7 +187,7 @@ def moved(place, takes):
     hooks.HOOKS = (*kept, dataclasses.replace(kept[0], place=place, takes=takes))
     try:
         install.install()
-    except (ImportError, Refused) as error:
+    except Refused as error:
         return str(error)
     raise SystemExit("installed")
 

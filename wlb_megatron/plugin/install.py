@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from wlb_megatron.plugin import hooks
-from wlb_megatron.plugin.flags.versions import megatron_version
+from wlb_megatron.plugin.flags.versions import megatron_version, tried_versions
 from wlb_megatron.plugin.hooks import Hook
 from wlb_megatron.plugin.take_over import is_off
 from wlb_megatron.refusals import Refused
@@ -38,7 +38,7 @@ def rows() -> tuple[Hook, ...]:
 def _fits(hook: Hook) -> bool:
     try:
         locate(hook)
-    except ImportError:
+    except _Misfit:
         return False
     return True
 
@@ -79,18 +79,29 @@ def describe() -> str:
     aliases = _aliases(symbols)
     for hook, symbol in zip(replaced, symbols, strict=True):
         names = [f"{module.__name__}:{alias}" for module, alias in aliases[id(symbol)]]
-        lines += [" = ".join(dict.fromkeys([hook.place, *names])), f"    {hook.why}"]
+        what, *_ = (inspect.getdoc(hook.wrap) or "").split("\n\n")
+        lines += [" = ".join(dict.fromkeys([hook.place, *names])), f"    {' '.join(what.split())}"]
     return "\n".join(lines)
 
 
+class _Misfit(Refused):
+    """A symbol that is missing, or takes other parameters."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"the plugin does not fit this Megatron ({megatron_version()}): {what}. Install a version that was tried "
+            f"({tried_versions()})"
+        )
+
+
 def locate(hook: Hook) -> tuple[Any, str]:
-    """The object that holds the hook's symbol, and its name there. ImportError if this Megatron has another."""
+    """The object that holds the hook's symbol, and its name there. Refused if this Megatron has another."""
     owner, name = _locate(hook.place)
     parameters = inspect.signature(_function(getattr(owner, name))).parameters
     missing = [parameter for parameter in hook.takes if parameter not in parameters]
     if missing:
-        raise ImportError(
-            f"megatron-core {megatron_version()}: {hook.place} takes ({', '.join(parameters)}), not "
+        raise _Misfit(
+            f"{hook.place} takes ({', '.join(parameters)}), not "
             f"{', '.join(missing)}, which wlb_megatron relies on"
         )
     return owner, name
@@ -128,7 +139,5 @@ def _locate(place: str) -> tuple[Any, str]:
                 f"megatron-core {megatron_version()} needs the package {package}, which is not installed: "
                 f"pip install {_DISTRIBUTIONS.get(package, package)}"
             ) from missing
-        raise ImportError(
-            f"megatron-core {megatron_version()} has no {place}, which wlb_megatron replaces ({missing})"
-        ) from missing
+        raise _Misfit(f"there is no {place}, which wlb_megatron replaces ({missing})") from missing
     return owner, name

@@ -57,17 +57,6 @@ def enable() -> None:
     from wlb_megatron.plugin.flags.versions import check_megatron
 
     checked(check_megatron)
-    checked(_install_hooks)
-
-
-def _install_hooks() -> None:
     from wlb_megatron.plugin import install
-    from wlb_megatron.plugin.flags.versions import tried_versions
-    from wlb_megatron.refusals import Refused
 
-    try:
-        install.install()
-    except ImportError as error:
-        raise Refused(
-            f"the plugin does not fit this Megatron: {error}. Install a version that was tried ({tried_versions()})"
-        ) from error
+    checked(install.install)

@@ -51,7 +51,7 @@ def wrap_init(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def wrap_layer(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of GatedDeltaNet that gets the micro-batch's packed_seq_params, and runs with its documents."""
+    """A method of GatedDeltaNet that runs with the documents of the micro-batch whose packed_seq_params it gets."""
 
     def method(*args: Any, **kwargs: Any) -> Any:
         values = (*args, *kwargs.values())
@@ -78,7 +78,7 @@ def _running_documents() -> DocumentRows:
 
 
 def wrap_undo(_: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Rows [tokens, 1, channels] of all ranks, rank by rank, in the documents' order."""
+    """_undo_attention_load_balancing that puts rows [tokens, 1, channels] of all ranks in the documents' order."""
 
     def undo(input_: Tensor, *_: Any, **__: Any) -> Tensor:
         documents = _running_documents()
@@ -88,7 +88,7 @@ def wrap_undo(_: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def wrap_redo(_: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Rows [tokens, 1, channels] in the documents' order, rank by rank."""
+    """_redo_attention_load_balancing that puts them rank by rank again."""
 
     def redo(input_: Tensor, *_: Any, **__: Any) -> Tensor:
         documents = _running_documents()

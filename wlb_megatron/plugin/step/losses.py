@@ -53,7 +53,7 @@ def divided_losses(config: Any, tokens: int) -> Iterator[None]:
 
 
 def wrap_scale_gradients(_: Callable[..., Any]) -> Callable[..., Any]:
-    """TorchFullyShardedDataParallel.scale_gradients, which Megatron leaves empty.
+    """TorchFullyShardedDataParallel.scale_gradients that divides by tokens, where Megatron does nothing.
 
     FSDP2 averages gradients over the data- and context-parallel ranks, whatever their tokens. Losses are sums over
     tokens here: 4 ranks' average, times 4, over all tokens is the gradient of the mean over tokens.

@@ -24,28 +24,11 @@ UNPLANNED = "multi-token prediction got a micro-batch that was not planned for i
 
 
 def wrap_roll_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
-    """roll_tensor of multi_token_prediction: by the plan, where it is given one."""
+    """roll_tensor of multi_token_prediction: by the plan, where it is given one. Megatron's dev branch rolls a list of
+    tensors, and sums the mask itself."""
 
     def roll_tensor(
-        tensor: Any,
-        shifts: int = -1,
-        dims: int = -1,
-        cp_group: Any = None,
-        packed_seq_params: Any = None,
-        **kwargs: Any,
-    ) -> Any:
-        if tensor is None or not _planned(packed_seq_params, shifts):
-            return original(tensor, shifts, dims, cp_group, packed_seq_params, **kwargs)
-        return _rolled(tensor, packed_seq_params)
-
-    return roll_tensor
-
-
-def wrap_roll_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The same of Megatron's dev branch, which rolls several tensors at once and sums the mask itself."""
-
-    def roll_tensor(
-        tensors: Any,
+        rolled: Any,
         shifts: int = -1,
         dims: int = -1,
         cp_group: Any = None,
@@ -53,10 +36,12 @@ def wrap_roll_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        if not _planned(packed_seq_params, shifts):
-            return original(tensors, shifts, dims, cp_group, packed_seq_params, *args, **kwargs)
-        rolled = [_rolled(tensor, packed_seq_params) for tensor in tensors]
-        return [CountedMask.of(row, total) if row.is_floating_point() else row for row, total in rolled]
+        if rolled is None or not _planned(packed_seq_params, shifts):
+            return original(rolled, shifts, dims, cp_group, packed_seq_params, *args, **kwargs)
+        if isinstance(rolled, torch.Tensor):
+            return _rolled(rolled, packed_seq_params)
+        rows = [_rolled(tensor, packed_seq_params) for tensor in rolled]
+        return [CountedMask.of(row, total) if row.is_floating_point() else row for row, total in rows]
 
     return roll_tensor
 
