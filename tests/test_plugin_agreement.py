@@ -91,9 +91,7 @@ def rank_of_three(rank: int, port: int) -> None:
     dist.barrier()
     assert notes.take(KEPT, lambda: False) == b"%d" % KEPT
     assert notes.take(5, lambda: False) == b"5"
-    late = rf"rank {rank} on .* asks for rank 0's plan 4, those before 5 are no"
-    with pytest.raises(RuntimeError, match=late):
-        notes.take(4, lambda: False)
+    assert notes.take(4, lambda: True) is None  # gone: no rank is so far behind
     dist.barrier()
     dist.destroy_process_group()
 

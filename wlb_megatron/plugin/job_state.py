@@ -12,28 +12,15 @@ from typing import Any, TypeVar
 Part = TypeVar("Part")
 
 
-class JobState:
-    """One part of each type, made when it is first asked for."""
-
-    def __init__(self) -> None:
-        self._parts: dict[type, Any] = {}
-
-    def part(self, kind: type[Part]) -> Part:
-        state = self._parts.get(kind)
-        if state is None:
-            state = self._parts.setdefault(kind, kind())
-        return state
-
-
-_state = JobState()
+_parts: dict[type, Any] = {}
 
 
 def part(kind: type[Part]) -> Part:
-    """This job's part of that type, to be read and written."""
-    return _state.part(kind)
+    """This job's part of that type, to be read and written; made when it is first asked for."""
+    state: Part | None = _parts.get(kind)
+    return _parts.setdefault(kind, kind()) if state is None else state  # setdefault: threads may ask at once
 
 
 def begin_job() -> None:
     """Forget the job so far: every part is made anew when it is asked for."""
-    global _state
-    _state = JobState()
+    _parts.clear()

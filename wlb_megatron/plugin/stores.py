@@ -7,7 +7,6 @@ connection to each of them: at 4,000 ranks, 4,000 on every rank and eight millio
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import secrets
 import socket
@@ -27,17 +26,11 @@ from wlb_megatron.refusals import RefusedHere
 Result = TypeVar("Result")
 
 KEPT = 256
-"""Messages that stay readable: more than iterations are planned and read ahead, which is how far a reader is behind
+"""Messages that stay readable: more than iterations are planned and read ahead, which is how far a reader can be behind
 (with one micro-batch an iteration, a few and one for every data worker)."""
-
-_OLDEST = "oldest"
-"""Where the number of the oldest message is kept, once one has gone."""
 
 _FAILED = b"failed"
 """The message of what could not be made."""
-
-_LOOK_BACK = 10
-"""Questions for a message that has not come between two looks whether it has gone instead."""
 
 _LONGEST_PAUSE = 0.25
 """Seconds between two questions for a key: at 4,000 ranks that wait, 16,000 questions a second to the store."""
@@ -56,7 +49,6 @@ class PlanStore:
         """Leave a message for all; that of KEPT before goes."""
         self._store.set(str(number), zlib.compress(message, 1))
         if number >= KEPT:
-            self._store.set(_OLDEST, str(number - KEPT + 1))
             self._store.delete_key(str(number - KEPT))
 
     def leave(self, number: int, make: Callable[[], bytes]) -> bytes:
@@ -71,22 +63,8 @@ class PlanStore:
 
     def take(self, number: int, given_up: Callable[[], bool]) -> bytes | None:
         """The message, waited for without a limit (rank 0 may be saving a checkpoint); None once `given_up`. Raises
-        DistNetworkError if the store is gone. RuntimeError if the message is gone (rank 0 is more than KEPT messages
-        ahead), or if rank 0 could not make it."""
-        questions = itertools.count(1)
-
-        def over() -> bool:
-            if next(questions) % _LOOK_BACK == 0 and self._store.check([_OLDEST]):
-                oldest = int(self._store.get(_OLDEST))
-                if oldest > number:
-                    raise RuntimeError(
-                        f"wlb_megatron: rank {dist.get_rank()} on {socket.gethostname()} asks for rank 0's plan "
-                        f"{number}, those before {oldest} are no longer kept: this rank is {KEPT} plans or more behind "
-                        "the others. Look at its machine, and start the job again from its last checkpoint"
-                    )
-            return given_up()
-
-        if not wait_for(self._store, str(number), over):
+        DistNetworkError if the store is gone, RuntimeError if rank 0 could not make it."""
+        if not wait_for(self._store, str(number), given_up):
             return None
         message = zlib.decompress(self._store.get(str(number)))
         if message == _FAILED:

@@ -39,18 +39,8 @@ class LoggedLosses:
     predicted: float = 0.0
 
 
-def begin_step(first: PlannedMicroBatch) -> None:
-    """To be called before each training step."""
-    part(LoggedLosses).step = first
-
-
-def stepped(megatron_count: int, plan_count: int) -> None:
-    """To be called after each training step, with its micro-batches by Megatron's calculator and by the plan."""
-    part(LoggedLosses).factor = megatron_count / plan_count
-
-
 def wrap_report(original: Callable[..., Any]) -> Callable[..., Any]:
-    """What logs such losses times its argument `loss_scale`, given 1 / (planned micro-batches)."""
+    """A function that logs losses times its `loss_scale`, given 1 / (planned micro-batches): means over these."""
     signature = inspect.signature(original)
 
     def report(*args: Any, **kwargs: Any) -> Any:

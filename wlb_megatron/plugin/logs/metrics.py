@@ -232,12 +232,17 @@ def log_line(
         for name, unit in (("tokens_per_second_per_gpu", "/s/GPU"), ("tflops_per_gpu", " TFLOP/s/GPU"))
         if name in figures
     )
+    targets = f" ({figures['targets']} targets)" if "targets" in figures else ""
+    above = f", {count} steps above --wlb-batch-spread" if (count := figures.get("above_spread")) else ""
+    in_chunks = ""
+    if count := figures.get("documents_in_chunks"):
+        in_chunks = f", {count} documents in {figures['chunks']} chunks"
     line = (
         f" [wlb] iteration {figures['iteration']}{describe(figures)} | imbalance (max/mean work): micro-batches "
         f"{figures['imbalance']:.3f}, CP ranks {figures['cp_imbalance']:.3f} | step over ideal: "
-        f"{figures['step_over_ideal']:.3f} with {figures['micro_batches']} micro-batches{_in_chunks(figures)} | "
-        f"tokens: {figures['tokens']}{_targets(figures)}, "
-        f"{figures['consumed_tokens']} so far{rate}{_above_spread(figures)} | "
+        f"{figures['step_over_ideal']:.3f} with {figures['micro_batches']} micro-batches{in_chunks} | "
+        f"tokens: {figures['tokens']}{targets}, "
+        f"{figures['consumed_tokens']} so far{rate}{above} | "
         f"delayed documents: {figures['delayed']} | mean token delay: {figures['token_delay']:.3f} | "
         f"plan ms: {figures['plan_ms']:.2f} (waited {figures['plan_wait_ms']:.2f})"
     )
@@ -261,20 +266,6 @@ def log_line(
     line += f" | ms: {figures['measured_ms']:.1f}, predicted {figures['predicted_ms']:.1f}"
     line += "" if scale is None else f" (x {scale:.3f} so far)"
     return line if gain is None else line + f" | predicted gain over arrival order: {gain:.3f} so far"
-
-
-def _targets(figures: Mapping[str, Any]) -> str:
-    return f" ({figures['targets']} targets)" if "targets" in figures else ""
-
-
-def _above_spread(figures: Mapping[str, Any]) -> str:
-    count = figures.get("above_spread")
-    return f", {count} steps above --wlb-batch-spread" if count else ""
-
-
-def _in_chunks(figures: Mapping[str, Any]) -> str:
-    count = figures.get("documents_in_chunks")
-    return f", {count} documents in {figures['chunks']} chunks" if count else ""
 
 
 def plan_lengths(plan: IterationPlan) -> list[list[list[int]]]:

@@ -69,7 +69,8 @@ class Routed:
     Args:
         documents: those of the micro-batch that is routed now.
         in_backward: its backward runs.
-        chunked: the step's documents in chunks, by router, its call in a micro-batch, and document.
+        chunked: documents in chunks, by router, its call in a micro-batch, and document. Cleared where a step begins,
+            ends or fails.
     """
 
     documents: Documents | None = None
@@ -87,16 +88,6 @@ def chunks_of(pieces: Sequence[Piece], shared: Chunks | None) -> tuple[Chunk, ..
         for number, piece in enumerate(pieces)
         if piece.prefix or number in continued
     )
-
-
-def forget_chunks() -> None:
-    """Drop what routers have seen of documents in chunks. Call it where a step begins, ends or fails."""
-    part(Routed).chunked.clear()
-
-
-def noted() -> Documents | None:
-    """Whose tokens are routed now."""
-    return part(Routed).documents
 
 
 def begin(documents: Documents | None, *, in_backward: bool = False) -> None:

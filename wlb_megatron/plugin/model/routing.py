@@ -15,14 +15,20 @@ from typing import Any
 import torch
 
 
+def unwrapped(model: Any) -> Any:
+    """The model inside DDP and mixed precision."""
+    while hasattr(model, "module"):
+        model = model.module
+    return model
+
+
 def stage_padding_mask(mask: torch.Tensor, model: Any, sequence_parallel: bool) -> torch.Tensor:
     """bool[1, t]: the mask as this model chunk takes it.
 
     A GPTModel's chunk that embeds cuts it over tensor-parallel ranks itself, as it does the tokens; later chunks get
     hidden states that are cut already, and here their part of the mask. A HybridModel cuts no mask.
     """
-    while hasattr(model, "module"):  # DDP and mixed precision wrap it
-        model = model.module
+    model = unwrapped(model)
     cuts = model.pre_process and not hasattr(model, "hybrid_layer_pattern")
     return mask if cuts else stage_part(mask, sequence_parallel)
 

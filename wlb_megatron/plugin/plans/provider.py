@@ -17,6 +17,7 @@ from wlb_megatron.packing.choices import began_otherwise, saved_choices, weighs_
 from wlb_megatron.plugin import stores
 from wlb_megatron.plugin.flags.limits import recompute_memory
 from wlb_megatron.plugin.flags.refusal_printing import checked
+from wlb_megatron.plugin.job_state import part
 from wlb_megatron.plugin.logs import metrics, timers, trace
 from wlb_megatron.plugin.logs.flops import count_segments
 from wlb_megatron.plugin.micro_batches.iterators import (
@@ -37,7 +38,7 @@ from wlb_megatron.plugin.plans.dynamic import training_plans
 from wlb_megatron.plugin.plans.first_lines import first_lines
 from wlb_megatron.plugin.plans.planning_process import check_alive, in_a_process, plan_in_a_process
 from wlb_megatron.plugin.plans.rank_settings import rank_layout, rank_loader, reporting, shard_settings
-from wlb_megatron.plugin.plans.resume import LoadedAt, loaded_state, remember, restore
+from wlb_megatron.plugin.plans.resume import LoadedAt, PackingStates, remember, restore
 from wlb_megatron.plugin.plans.source import Source, open_part
 from wlb_megatron.plugin.step import recomputation
 from wlb_megatron.plugin.step.rehearsal import longest_micro_batches
@@ -59,8 +60,8 @@ def make_provider(opened: Callable[[], dict[str, Source]]) -> Callable[..., tupl
         if vp_stage:
             return iterators[0]
         sources, args = opened(), get_args()
-        for part, source in sources.items():
-            sources[part] = replace(source, job=source.job.with_vocabulary(args.padded_vocab_size))
+        for name, source in sources.items():
+            sources[name] = replace(source, job=source.job.with_vocabulary(args.padded_vocab_size))
         try_megatron()
         lines: list[str] = []
         if "train" in sources:  # else --skip-train
@@ -74,7 +75,7 @@ def make_provider(opened: Callable[[], dict[str, Source]]) -> Callable[..., tupl
             print_rank_0(f"> wlb_megatron: {line}")
         agreement = _agree(sources)
         # Training last: its planning thread must not hold a lock while evaluation's workers are forked.
-        valid: Any = [_evaluation(sources[part]) for part in sources if part.startswith("valid")]
+        valid: Any = [_evaluation(sources[name]) for name in sources if name.startswith("valid")]
         if not first.job.evaluation.each_set:
             valid = valid[0] if valid else None
         test = _evaluation(sources["test"]) if "test" in sources else None
@@ -88,7 +89,7 @@ def make_provider(opened: Callable[[], dict[str, Source]]) -> Callable[..., tupl
 
 def _as_it_began(source: Source) -> Source:
     """The same documents, in chunks or whole and by the law with which the checkpoint's run packs them."""
-    saved = saved_choices(loaded_state())
+    saved = saved_choices(part(PackingStates).loaded_state)
     config = began_otherwise(source.config, source.planner.packer, saved)
     if config is None:
         return source

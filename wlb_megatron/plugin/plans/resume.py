@@ -111,11 +111,6 @@ def wrap_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
     return training_log
 
 
-def loaded_state() -> dict[str, Any] | None:
-    """The state of the checkpoint that Megatron has loaded, or None if it has none."""
-    return part(PackingStates).loaded_state
-
-
 def wrap_load_base_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
     """_load_base_checkpoint(load_dir, args, ..) that keeps the packing state of what it reads, also where Megatron
     saves again before anything trains (--ckpt-convert-format)."""
@@ -135,9 +130,10 @@ def wrap_load_base_checkpoint(original: Callable[..., Any]) -> Callable[..., Any
 
 
 def wrap_load_scheduler(original: Callable[..., Any]) -> Callable[..., Any]:
-    """OptimizerParamScheduler.load_state_dict(state_dict), which asserts that the learning rate goes on as before.
+    """OptimizerParamScheduler.load_state_dict that refuses another learning rate, or batch size, with one line.
 
-    It counts samples, so another --global-batch-size fails here, before plans are compared.
+    Megatron asserts that the rate goes on as before, and counts samples. So another --global-batch-size fails here,
+    before plans are compared.
     """
 
     def load_state_dict(self: Any, state_dict: Any) -> Any:
@@ -182,7 +178,7 @@ def restore(source: Source, loaded_at: LoadedAt) -> tuple[Source, list[str]]:
     lines: list[str] = []
     if loaded_at.begun:
         lines = _continue(source, loaded_at)
-        saved = saved_choices(loaded_state())
+        saved = saved_choices(part(PackingStates).loaded_state)
         if saved and source.config.batch_spread == "auto":
             source.planner.packer.batch_spread = saved["batch_spread"]
         config, choice_lines = keep(source.config, source.planner.packer, saved)
@@ -199,7 +195,7 @@ def restore(source: Source, loaded_at: LoadedAt) -> tuple[Source, list[str]]:
 
 
 def _continue(source: Source, loaded_at: LoadedAt) -> list[str]:
-    state, planner, fresh = loaded_state(), source.planner, source.config.fresh_order
+    state, planner, fresh = part(PackingStates).loaded_state, source.planner, source.config.fresh_order
     micro_batch_size = source.job.batches.micro_batch_size  # windows, in which the planner counts
     micro_batches = loaded_at.samples // micro_batch_size
     if state is None:

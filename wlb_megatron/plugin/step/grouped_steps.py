@@ -57,7 +57,7 @@ class GroupedStep:
 
     def keep(self, chunk: int, input_tensor: Any, output_tensor: Any) -> None:
         """Tensors of the forward that has just run, through this model chunk, and what its recomputation needs."""
-        for_backward = _take_scales(), document_balance.noted()
+        for_backward = _take_scales(), part(document_balance.Routed).documents
         self._kept[self._forwards[chunk], chunk] = input_tensor, output_tensor, *for_backward
         self._forwards[chunk] += 1
 
@@ -121,7 +121,8 @@ def running(sizes: Sequence[int], micro_batches: int, chunks: int = 1) -> Iterat
     if sum(sizes) != micro_batches:
         raise RuntimeError(f"groups of {list(sizes)} for {micro_batches} micro-batches")
     clear_caches()
-    document_balance.forget_chunks()
+    routed_chunks = part(document_balance.Routed).chunked
+    routed_chunks.clear()
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     part(Running).step = GroupedStep(sizes, stages, chunks)
     try:
@@ -129,7 +130,7 @@ def running(sizes: Sequence[int], micro_batches: int, chunks: int = 1) -> Iterat
     finally:
         part(Running).step = None
         clear_caches()  # of a step that has failed; after a whole one nothing is left
-        document_balance.forget_chunks()
+        routed_chunks.clear()
 
 
 def wrap_forward_step(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -159,7 +160,7 @@ def wrap_backward_step(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def wrap_total_stages(original: Callable[..., Any]) -> Callable[..., Any]:
-    """P2PCommunicator.total_stages, from which 1F1B takes how many forwards run ahead."""
+    """P2PCommunicator.total_stages, by which 1F1B runs forwards ahead: more in a step with documents in chunks."""
 
     def total_stages(self: Any) -> int:
         step = part(Running).step
@@ -169,7 +170,8 @@ def wrap_total_stages(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def wrap_get_pp_rank_microbatches(original: Callable[..., Any]) -> Callable[..., Any]:
-    """How many forwards the interleaved schedule runs, whether all of them ahead, how many ahead, and how many not."""
+    """get_pp_rank_microbatches as planned: how many forwards the interleaved schedule runs, whether all of them ahead,
+    how many ahead, and how many not."""
     from megatron.core import parallel_state as state
 
     def get_pp_rank_microbatches(*args: Any, **kwargs: Any) -> Any:
@@ -187,7 +189,7 @@ def wrap_get_pp_rank_microbatches(original: Callable[..., Any]) -> Callable[...,
 
 
 def wrap_get_schedule_table(original: Callable[..., Any]) -> Callable[..., Any]:
-    """(micro-batch, model chunk) of each forward of the interleaved schedule."""
+    """get_schedule_table as planned: (micro-batch, model chunk) of each forward of the interleaved schedule."""
 
     def get_schedule_table(*args: Any, **kwargs: Any) -> Any:
         step = part(Running).step

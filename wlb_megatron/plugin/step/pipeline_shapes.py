@@ -143,28 +143,17 @@ def wrap_get_forward_backward_func(original: Callable[..., Any]) -> Callable[...
     return get_forward_backward_func
 
 
-def _divided_losses(
-    config: Any, batches: Sequence[LoadedMicroBatch], equal_tokens: int
-) -> AbstractContextManager[None]:
-    """Losses divided before their backward, where losses.py says so. config: the model's. equal_tokens: 0 for those of
-    the step."""
-    from wlb_megatron.plugin.step.losses import divided_losses
-
-    if not (equal_tokens or config.fp16):
-        return nullcontext()
-    return divided_losses(config, equal_tokens or max(1, batches[0].planned.predictions[0]))
-
-
 def _with_known_shapes(forward_backward: Callable[..., Any]) -> Callable[..., Any]:
     def run(*, data_iterator: Any, num_microbatches: int, **kwargs: Any) -> Any:
         from megatron.core import parallel_state
         from megatron.core.utils import get_model_config
 
-        from wlb_megatron.plugin.logs import logged_losses, timers, trace
+        from wlb_megatron.plugin.logs import timers, trace
+        from wlb_megatron.plugin.logs.logged_losses import LoggedLosses
         from wlb_megatron.plugin.micro_batches.iterators import draw_step, planned_iterator
         from wlb_megatron.plugin.step import grouped_steps, recomputation
         from wlb_megatron.plugin.step.deferred_losses import deferring, returns_its_losses
-        from wlb_megatron.plugin.step.losses import check_together
+        from wlb_megatron.plugin.step.losses import check_together, divided_losses
         from wlb_megatron.plugin.step.rehearsal import REHEARSAL, rehearse, same_again
         from wlb_megatron.plugin.take_over import Start
 
@@ -178,7 +167,7 @@ def _with_known_shapes(forward_backward: Callable[..., Any]) -> Callable[..., An
                     "pretrain() that it held before enable(): call enable() before anything imports megatron.training"
                 )
             return forward_backward(data_iterator=data_iterator, num_microbatches=num_microbatches, **kwargs)
-        model = kwargs["model"]
+        model, logged = kwargs["model"], part(LoggedLosses)
         config = get_model_config(model[0] if isinstance(model, list) else model)
         chunks = len(model) if isinstance(model, list) else 1
         turns = config.microbatch_group_size_per_vp_stage if chunks > 1 else 1
@@ -190,11 +179,13 @@ def _with_known_shapes(forward_backward: Callable[..., Any]) -> Callable[..., An
             orders = transfer_orders(len(batches), stage, stages, chunks, turns, groups)
             queues.queue = ShapeQueue([batch.activation_shape for batch in batches], orders)
             draw_next = draw_ahead if training and batches[0].planned.iteration != REHEARSAL else None
-            equal = source.equal_tokens * num_microbatches
-            divided = _divided_losses(config, batches, equal) if training else nullcontext()
+            divided: AbstractContextManager[None] = nullcontext()
             check_together(len(batches))
             if training:
-                logged_losses.begin_step(batches[0].planned)
+                tokens = source.equal_tokens * num_microbatches
+                if tokens or config.fp16:
+                    divided = divided_losses(config, tokens or max(1, batches[0].planned.predictions[0]))
+                logged.step = batches[0].planned
             running = grouped_steps.running(groups, len(batches), chunks)
             is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
             deferred = deferring(
@@ -235,7 +226,7 @@ def _with_known_shapes(forward_backward: Callable[..., Any]) -> Callable[..., An
             trace.begin_step()
         result = step(batches)
         if training:
-            logged_losses.stepped(num_microbatches, len(batches))
+            logged.factor = num_microbatches / len(batches)
             source.after_step(batches)
         return result
 

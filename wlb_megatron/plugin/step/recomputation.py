@@ -30,6 +30,7 @@ from wlb_megatron.plugin.logs.metrics import Figures
 from wlb_megatron.plugin.logs.reporting import never_fatal
 from wlb_megatron.plugin.micro_batches.planning import PlannedMicroBatch
 from wlb_megatron.plugin.model.delta_nets import is_delta_net
+from wlb_megatron.plugin.model.routing import unwrapped
 from wlb_megatron.plugin.stores import common_store
 from wlb_megatron.refusals import RefusedHere
 from wlb_megatron.workload.memory import GIB, StageMemory
@@ -217,11 +218,6 @@ def planned(batches: Sequence[PlannedMicroBatch], model: Any) -> Iterator[None]:
             _set(decoder.config, *flags)
 
 
-def keeps_layers() -> bool:
-    """Whether steps plan what they recompute."""
-    return part(Recomputation).active
-
-
 @contextmanager
 def by_the_flags() -> Iterator[None]:
     """Steps that keep no more than the flags say, and learn what they take."""
@@ -246,12 +242,6 @@ def prepare_forward(model: Any, micro_batch: int) -> None:
         _set(decoder.config, *state.flags[chunk])
     else:
         _set(decoder.config, "block", number)
-
-
-def unwrapped(model: Any) -> Any:
-    while hasattr(model, "module"):  # DDP and mixed precision wrap it
-        model = model.module
-    return model
 
 
 def decoder_of(model: Any) -> Any:

@@ -22,11 +22,12 @@ from wlb_megatron.packing.summary import PlanSummary
 from wlb_megatron.pipeline.kept_layers import Load, loads_of
 from wlb_megatron.plan import MicroBatch, Piece
 from wlb_megatron.plugin.flags.refusal_printing import checked
+from wlb_megatron.plugin.job_state import part
 from wlb_megatron.plugin.micro_batches.loaded import HeldTokens, Layout, LoadedMicroBatch, from_plan
 from wlb_megatron.plugin.micro_batches.planning import PlannedMicroBatch, ShardSettings
 from wlb_megatron.plugin.step.kernel_graphs import GraphSizes, build_graphs
 from wlb_megatron.plugin.step.losses import unchecked
-from wlb_megatron.plugin.step.recomputation import by_the_flags, keeps_layers
+from wlb_megatron.plugin.step.recomputation import Recomputation, by_the_flags
 from wlb_megatron.refusals import RefusedHere
 from wlb_megatron.sharding.attention_calls import AttentionLayout, attention_layout
 from wlb_megatron.sharding.chunks import links_of
@@ -189,7 +190,7 @@ def rehearse(step: Callable[[], Any], model: Any, rehearsal: Rehearsal) -> None:
     with unchecked():
         with by_the_flags():
             checked(partial(_fitting, step, rehearsal))
-        if keeps_layers():
+        if part(Recomputation).active:
             checked(partial(_fitting, step, rehearsal, layers_kept=True))
     for chunk in chunks:
         chunk.zero_grad_buffer()
