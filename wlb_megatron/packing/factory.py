@@ -21,6 +21,7 @@ from wlb_megatron.packing.packer import (
     PackingJob,
     Ranks,
     most_per_window,
+    number_in,
     per_window_of,
     read_per_window,
 )
@@ -41,13 +42,8 @@ def read_spread(text: str) -> int | None:
     """Percent of a global batch's tokens from `config.batch_spread`; None for none."""
     if text in ("auto", "none"):
         return BATCH_SPREAD if text == "auto" else None
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 1 <= value <= COUNT:
-        raise WlbError(f"--wlb-batch-spread {text!r} is neither auto, none, nor a number from 1")
-    return round(100 * value)
+    message = f"--wlb-batch-spread {text!r} is neither auto, none, nor a number from 1"
+    return round(100 * number_in(text, COUNT, message))
 
 
 def make_packer(job: PackingJob) -> Packer:

@@ -195,16 +195,20 @@ class Packer(ABC):
 
 def read_per_window(text: str) -> float | None:
     """Micro-batches per window from `config.micro_batches_per_window`; None for auto."""
-    if text == "auto":
-        return None
+    message = (
+        f"--wlb-micro-batches-per-window {text!r} is neither auto nor a number from 1 to {MOST_PER_WINDOW}"
+    )
+    return None if text == "auto" else number_in(text, MOST_PER_WINDOW, message)
+
+
+def number_in(text: str, limit: float, message: str) -> float:
+    """The number from 1 to the limit that a setting names. WlbError with the message if it names none."""
     try:
         value = float(text)
     except ValueError:
         value = 0.0
-    if not 1 <= value <= MOST_PER_WINDOW:
-        raise WlbError(
-            f"--wlb-micro-batches-per-window {text!r} is neither auto nor a number from 1 to {MOST_PER_WINDOW}"
-        )
+    if not 1 <= value <= limit:
+        raise WlbError(message)
     return value
 
 

@@ -126,10 +126,8 @@ class _Stage:
         price = np.ones(len(self.filled))
         for turn in range(ROUNDS):
             slack, candidate = self._keep(self._worth(price if turn + 1 < ROUNDS else None), available)
-            time = sum(
-                self._time(item, self.chunks[item % number].recomputed - layers)
-                for item, layers in enumerate(candidate)
-            )
+            kept = (self.chunks[item % number].recomputed - layers for item, layers in enumerate(candidate))
+            time = sum(map(self._time, range(len(candidate)), kept))
             if turn == 0 or time > saved:
                 recomputed, saved, peak = candidate, time, available - int(slack.min())
             # Only sums, products and quotients, which round alike on every processor.

@@ -164,9 +164,8 @@ def _whole_groups(stages: int, group_sizes: Sequence[int], chunks: int) -> tuple
     A block of n micro-batches whose largest group has g needs a lead of (chunks - 1) * n + g - 1.
     """
     ends = list(accumulate(group_sizes, initial=0))
-    best_blocks: dict[int, tuple[int, int, tuple[int, ...]]] = {
-        0: (0, 0, ())
-    }  # lead, sum of squares, sizes up to there
+    # Lead, sum of squares and sizes up to there.
+    best_blocks: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, ())}
     for end in range(1, len(ends)):
         largest_group = 0
         for begin in reversed(range(end)):
@@ -265,10 +264,7 @@ def documents_in_chunks(micro_batches: Sequence[Sequence[Piece]]) -> list[int]:
     if not continued:
         return [-1] * len(micro_batches)
     return [
-        next(
-            (p.document for p in row if p.prefix or (p.epoch, p.document, p.end) in continued),
-            -1,
-        )
+        next((p.document for p in row if p.prefix or (p.epoch, p.document, p.end) in continued), -1)
         for row in micro_batches
     ]
 

@@ -61,7 +61,7 @@ def pipeline_events(
     Equal micro-batches of forward f and backward b take (m + P - 1) * (f + b): the bubble is (P - 1) / m.
     """
     times = [_as_grid(direction, stages) for direction in (forward, backward)]
-    graph = pipeline_graph(stages, times[0].shape[-1], times[0].shape[-2], blocking, _key(groups))
+    graph = pipeline_graph(stages, times[0].shape[-1], times[0].shape[-2], blocking, groups and tuple(groups))
     hosts = None if launches is None else Launches(*(way[None] for way in launches))
     ends = _solve(graph, times[0][None], times[1][None], transfer, hosts)[:, 0]
     events = [
@@ -100,17 +100,13 @@ def pipeline_ends(
     if forward.shape != backward.shape or forward.ndim != 4:
         raise ValueError(f"forward {forward.shape} and backward {backward.shape} must be alike, [n, P, V, m]")
     _, stages, chunks, micro_batches = forward.shape
-    graph = pipeline_graph(stages, micro_batches, chunks, blocking, _key(groups))
+    graph = pipeline_graph(stages, micro_batches, chunks, blocking, groups and tuple(groups))
     ends = _solve(graph, forward, backward, transfer, launches)
     last_end = np.zeros((len(forward), stages))
     for node, end in zip(graph, ends, strict=True):
         if node.step is not None:
             np.maximum(last_end[:, node.stage], end, out=last_end[:, node.stage])
     return last_end
-
-
-def _key(groups: Sequence[int] | None) -> tuple[int, ...] | None:
-    return None if groups is None else tuple(groups)
 
 
 def _as_grid(times: npt.ArrayLike, stages: int) -> FloatArray:
@@ -127,9 +123,8 @@ def _solve(
 ) -> FloatArray:
     """float64[nodes, n]: end of each node."""
     ends = np.zeros((len(graph), len(forward)))
-    launched = np.zeros(
-        (forward.shape[1], len(forward))
-    )  # by when each stage's host has launched its steps so far
+    # By when each stage's host has launched its steps so far.
+    launched = np.zeros((forward.shape[1], len(forward)))
     for index, (stage, step, after, sent_nodes) in enumerate(graph):
         end = ends[index]
         for node in after:

@@ -176,11 +176,8 @@ class StepLaw:
         if self.rooms is None:
             return work
         backward_share, forward_share = self.backward
-        return (
-            work
-            * (1000 * (backward_share + forward_share) - forward_share * self.again)
-            // (1000 * (backward_share + forward_share))
-        )
+        flags = 1000 * (backward_share + forward_share)
+        return work * (flags - forward_share * self.again) // flags
 
     def counts(self, windows: int, per_window: float | None, *, always: bool = False) -> list[int]:
         """Numbers of micro-batches that a rank may be given, ascending; windows: that it trains in a step.
@@ -266,10 +263,8 @@ def _free_time(
     turns: list[int] = []  # backwards in their order
     for size in group_sizes:
         turns += backward[len(turns) : len(turns) + size][::-1]
-    total, forwards_ahead = (
-        len(forward),
-        stages - 1 + max(group_sizes) - 1,
-    )  # forwards that the first stage runs ahead
+    # Forwards, and how many of them the first stage runs ahead.
+    total, forwards_ahead = len(forward), stages - 1 + max(group_sizes) - 1
     ends = [0] * stages
     gradient = [0] * (stages + 1)  # when each stage's latest backward ended
     for turn in range(total + forwards_ahead):
@@ -296,9 +291,8 @@ def _interleaved_time(forward: Sequence[int], backward: Sequence[int], stages: i
     """
     total = len(plan.table)
     places = {step: place for place, step in enumerate(plan.table)}
-    before = [
-        places.get((m, chunk - 1), -1) for m, chunk in plan.table
-    ]  # in the model chunk before; last: none
+    # In the model chunk before; -1: none.
+    before = [places.get((m, chunk - 1), -1) for m, chunk in plan.table]
     forwards = [forward[m] for m, _ in plan.table]
     backwards = [backward[plan.turns[n]] for n, _ in plan.table]
     # Ends of each stage's forwards and backwards by place in the table. At place -1: nothing to wait for.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,7 @@ class Grid:
     * queries, keys: sizes of rectangles. diagonals: tokens of causal segments. held_out: shapes no fit sees.
     * ratios: keys per query of bottom-right causal segments, with as many queries as rectangles have.
     * documents: (tokens, copies) for calls of unlike ones.
-    * windows: tokens of micro-batches that are cut over `cps` ranks as each of `kinds`, `samples` times. One share of
+    * windows: tokens of micro-batches that are cut over `cps` ranks as each of KINDS, `samples` times. One share of
       each is measured.
     * tokens, loss_tokens: sizes for a layer and for the model's ends. bytes: sizes for collectives.
     * most_flops: limit of a call, forward + backward. seconds: time for each point.
@@ -43,7 +43,6 @@ class Grid:
     documents: tuple[tuple[tuple[int, int], ...], ...]
     windows: tuple[int, ...]
     cps: tuple[int, ...]
-    kinds: tuple[str, ...]
     tokens: tuple[int, ...]
     loss_tokens: tuple[int, ...]
     bytes: tuple[int, ...]
@@ -55,6 +54,7 @@ class Grid:
 
 
 _K = 1024
+KINDS = ("per-sequence", "per-document", "hybrid")
 GRIDS = {
     "full": Grid(
         queries=tuple(128 * 2**n for n in range(9)),
@@ -71,7 +71,6 @@ GRIDS = {
         ),
         windows=(32 * _K, 64 * _K, 128 * _K),
         cps=(2, 4, 8),
-        kinds=("per-sequence", "per-document", "hybrid"),
         tokens=(64, 512, 2 * _K, 8 * _K, 16 * _K, 32 * _K),
         loss_tokens=(64, 512, 2 * _K, 8 * _K),
         bytes=tuple(4**n * 64 * _K for n in range(7)),
@@ -88,7 +87,6 @@ GRIDS = {
         documents=(((16, 1024),), ((200, 512),), ((16 * _K, 1), (20, 256))),
         windows=(32 * _K, 48 * _K),
         cps=(1, 2),
-        kinds=("per-sequence", "per-document", "hybrid"),
         tokens=(64, 2 * _K, 8 * _K, 16 * _K, 32 * _K),
         loss_tokens=(64, 2 * _K, 8 * _K),
         bytes=tuple(4**n * 64 * _K for n in range(7)),
@@ -105,7 +103,6 @@ GRIDS = {
         documents=(((16, 8),), ((200, 1), (20, 4))),
         windows=(512,),
         cps=(1, 2),
-        kinds=("per-sequence", "per-document", "hybrid"),
         tokens=(16, 128, 512),
         loss_tokens=(16, 256),
         bytes=(64 * _K, 256 * _K),
@@ -152,8 +149,7 @@ def attention_points(grid: Grid, model: ProfiledModel) -> Iterator[Point]:
         for keys in (round(queries * ratio) for ratio in grid.ratios):
             copies = _copies(queries, keys, grid, model)
             if keys <= grid.keys[-1] and _flops(queries * keys * copies, model) <= grid.most_flops:
-                point = _segments("bottom_right")
-                yield replace(point, sizes=point.sizes | {"bottom_right": [[queries, keys, copies]]})
+                yield _segments("bottom_right", bottom_right=[(queries, keys, copies)])
     for documents in grid.documents:
         yield _segments("documents", diagonals=documents)
     yield from _shares(grid, model)
@@ -175,9 +171,10 @@ def _held_out(grid: Grid, model: ProfiledModel) -> Iterator[Point]:
             yield _segments("held_out", rectangles=[(queries, keys, copies)])
 
 
-def _segments(part: str, diagonals: Any = (), rectangles: Any = ()) -> Point:
+def _segments(part: str, **sizes: Any) -> Point:
     return Point(
-        part, {"diagonals": [list(d) for d in diagonals], "rectangles": [list(r) for r in rectangles]}
+        part,
+        {"diagonals": [], "rectangles": []} | {name: list(map(list, rows)) for name, rows in sizes.items()},
     )
 
 
@@ -196,7 +193,7 @@ def _shares(grid: Grid, model: ProfiledModel) -> Iterator[Point]:
     rng = np.random.default_rng(7)
     for window in grid.windows:
         for cp in grid.cps:
-            for number, kind in enumerate(grid.kinds * grid.samples):
+            for number, kind in enumerate(KINDS * grid.samples):
                 lengths = _micro_batch(window, int(rng.integers(1 << 16)), single=number == 0 and cp == 2)
                 plan = shard(padded(lengths, cp), cp, kind)
                 rank = int(rng.integers(cp))

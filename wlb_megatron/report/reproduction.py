@@ -164,13 +164,9 @@ def _plain(title: str, rows: Sequence[dict[str, Any]], note: str = "") -> Sectio
 def _cell(value: Any) -> str:
     if value is None:
         return ""
-    return (
-        f"{value:,.3f}"
-        if isinstance(value, float)
-        else f"{value:,}"
-        if isinstance(value, int)
-        else str(value)
-    )
+    if isinstance(value, float):
+        return f"{value:,.3f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def as_page(report: dict[str, Any]) -> str:

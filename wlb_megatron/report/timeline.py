@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -92,11 +93,9 @@ def draw_timelines(path: Path, plans: Sequence[Drawn], stages: int) -> list[floa
         for event in events:
             share = plan.work[event.micro_batch] / sum(plan.work) / heaviest
             color = colors.get(plan.document(event.micro_batch))
-            axes.barh(
-                event.stage,
+            bar = partial(axes.barh, event.stage, left=event.start, height=0.86)
+            bar(
                 event.end - event.start,
-                left=event.start,
-                height=0.86,
                 color=shades(share) if color is None else hues(color),
                 edgecolor="white",
                 linewidth=1.2 if len(plan.work) <= CROWDED else 0.4,
@@ -104,15 +103,7 @@ def draw_timelines(path: Path, plans: Sequence[Drawn], stages: int) -> list[floa
             )
             made_again = recomputed[event.stage, event.micro_batch] * forward[event.micro_batch]
             if event.backward and made_again:
-                axes.barh(
-                    event.stage,
-                    made_again,
-                    left=event.start,
-                    height=0.86,
-                    color="black",
-                    alpha=0.35,
-                    linewidth=0,
-                )
+                bar(made_again, color="black", alpha=0.35, linewidth=0)
             if event.end - event.start < LEGIBLE * max(lengths):
                 continue
             axes.text(
@@ -162,8 +153,11 @@ def _repeated(plan: Drawn, stages: int) -> npt.NDArray[np.float64]:
 
 def _colors(plan: Drawn) -> dict[int, int]:
     """Of each document in chunks, in order, which of ten hues it has; neighbors differ."""
-    documents = [document for document in dict.fromkeys(plan.documents) if document >= 0]
-    return {document: number % 10 for number, document in enumerate(documents)}
+    return {document: number % 10 for number, document in enumerate(_in_chunks(plan.documents))}
+
+
+def _in_chunks(documents: Sequence[int]) -> list[int]:
+    return [document for document in dict.fromkeys(documents) if document >= 0]
 
 
 def _legend(plan: Drawn) -> list[str]:
@@ -219,8 +213,7 @@ def chrome_trace(
 
 def _letters(documents: Sequence[int]) -> dict[int, str]:
     """A letter for each document in chunks, in order: A, B, .. Z, AA, AB, .. Viewers leave digits out of colors."""
-    in_chunks = [document for document in dict.fromkeys(documents) if document >= 0]
-    return {document: _letter(number) for number, document in enumerate(in_chunks)}
+    return {document: _letter(number) for number, document in enumerate(_in_chunks(documents))}
 
 
 def _letter(number: int) -> str:

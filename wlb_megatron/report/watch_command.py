@@ -99,36 +99,33 @@ def page(log: RunLog, reload: int | None = None) -> str:
         ""
         if trained_share is None
         else f'<progress value="{trained_share:.4f}" max="1">{trained_share:.1%}</progress>',
-        *_charts(log),
+        *(
+            chart(title, [(name, log.column(figure)) for name, figure in lines.items()])
+            for title, lines in CHARTS.items()
+        ),
     ]
     return "\n".join([*parts, "</body></html>", ""])
 
 
-def _charts(log: RunLog) -> list[str]:
-    return [
-        chart(
-            "step (ms)",
-            [
-                ("measured", log.column("measured_ms")),
-                ("predicted", log.column("predicted_ms")),
-                ("predicted in arrival order", log.column("arrival_ms")),
-            ],
-        ),
-        chart("tokens/s/GPU", [("measured", log.column("tokens_per_second_per_gpu"))]),
-        chart("TFLOP/s/GPU", [("of the model", log.column("tflops_per_gpu"))]),
-        chart(
-            "over even work",
-            [
-                ("step over ideal", log.column("step_over_ideal")),
-                ("micro-batches", log.column("imbalance")),
-                ("CP ranks", log.column("cp_imbalance")),
-            ],
-        ),
-        chart("tokens an iteration", [("tokens", log.column("tokens"))]),
-        chart("delay (iterations)", [("mean of tokens", log.column("token_delay"))]),
-        chart("layers recomputed (share)", [("of all layers", log.column("recomputed_share"))]),
-        chart("slowest rank", [("over the median", log.column("slowest_excess"))]),
-    ]
+CHARTS = {
+    "step (ms)": {
+        "measured": "measured_ms",
+        "predicted": "predicted_ms",
+        "predicted in arrival order": "arrival_ms",
+    },
+    "tokens/s/GPU": {"measured": "tokens_per_second_per_gpu"},
+    "TFLOP/s/GPU": {"of the model": "tflops_per_gpu"},
+    "over even work": {
+        "step over ideal": "step_over_ideal",
+        "micro-batches": "imbalance",
+        "CP ranks": "cp_imbalance",
+    },
+    "tokens an iteration": {"tokens": "tokens"},
+    "delay (iterations)": {"mean of tokens": "token_delay"},
+    "layers recomputed (share)": {"of all layers": "recomputed_share"},
+    "slowest rank": {"over the median": "slowest_excess"},
+}
+"""Of a page: figures of the log by title and name."""
 
 
 def _section(section: Section) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,17 +21,8 @@ from wlb_megatron.attention.kernels.torch_backend import TorchKernels
 from wlb_megatron.attention.sharded_attention import Kernels
 
 
-class GraphKernels(Kernels, Protocol):
-    """Kernels that run from graphs cached by size, as cuDNN's do."""
-
-    def expect(self, call: DeviceCall, q: Tensor, kv: Tensor) -> None:
-        """Announces that calls of exactly these sizes (`call.equal`) will recur, so that they may get their own
-        kernels.
-        """
-
-
 def warm_up(
-    kernels: Kernels,
+    kernels: Any,
     graphs: Iterable[Warmable],
     *,
     heads: tuple[int, int],
@@ -47,6 +38,7 @@ def warm_up(
     Graphs are cached by what layers on this device have, too.
 
     Args:
+        kernels: sharded_attention.Kernels that run from graphs cached by size, as cuDNN's do.
         heads: Heads of queries and of keys.
         dims: Channels of a head's queries and keys, and of its values.
         scale: The softmax's.
@@ -59,7 +51,7 @@ def warm_up(
         k, v = (torch.zeros(call.kv_rows, heads[1], d, dtype=dtype, device=device) for d in (dim, v_dim))
         kv = side_by_side(k, v)
         if call.equal:
-            cast(GraphKernels, kernels).expect(call, q, kv)
+            kernels.expect(call, q, kv)
         out = _Once.apply(q, kv, call, kernels, scale, recompute)
         torch.autograd.grad(out, q, torch.zeros_like(out))
 

@@ -100,6 +100,8 @@ class TransformerEngineKernels:
     ) -> tuple[Tensor, Tensor]:
         form, (q, k, v) = self._form(call, q, kv)
         stats = lse.unsqueeze(-1)
+        if self._rng is None:  # dropout's state, which the kernels require even without dropout
+            self._rng = torch.zeros(2, dtype=torch.int64, device=q.device)
         if not form.packed:
             assert call.equal is not None
             out, dout, stats = (_batch(x, *call.equal[:2]) for x in (out, dout, stats))
@@ -114,7 +116,7 @@ class TransformerEngineKernels:
             out,
             dout,
             q.dtype,
-            [stats, self._rng_state(q.device)],
+            [stats, self._rng],
             _BACKEND,
             attn_scale=scale,
             qkv_layout=form.layout,
@@ -144,16 +146,8 @@ class TransformerEngineKernels:
         _expected.add(self._key(call, q, kv))
 
     def _key(self, call: DeviceCall, q: Tensor, kv: Tensor) -> tuple[Any, ...]:
-        same_rows = call.causal and call.cu_seqlens_q is call.cu_seqlens_kv  # as `_mask` asks for it
-        return (
-            call.equal,
-            call.causal,
-            call.window,
-            same_rows,
-            self.deterministic,
-            q.shape[1:],
-            kv.shape[1:],
-        )
+        shapes = self.deterministic, q.shape[1:], kv.shape[1:]
+        return call.equal, *_mask(call), *shapes
 
     def _form(self, call: DeviceCall, q: Tensor, kv: Tensor) -> tuple[_Form, tuple[Tensor, Tensor, Tensor]]:
         """The form in which the call is made, with its queries, keys and values in that form."""
@@ -168,15 +162,10 @@ class TransformerEngineKernels:
             options |= {"cu_seqlens_q_padded": bounds[0], "cu_seqlens_kv_padded": bounds[1]}
             return _Form("thd", layouts["thd"], bounds, options), (q, k, v)
         count, queries, keys = call.equal
-        options["attn_mask_type"] = _UNPADDED[mask]
+        # Every sequence has the batch's full length.
+        options["attn_mask_type"] = "no_mask" if mask == "padding" else mask.removeprefix("padding_")
         batch = _batch(q, count, queries), _batch(k, count, keys), _batch(v, count, keys)
         return _Form("bshd", layouts["bshd"], (call.cu_seqlens_q, call.cu_seqlens_kv), options), batch
-
-    def _rng_state(self, device: torch.device) -> Tensor:
-        """Dropout's state, which the kernels require even without dropout."""
-        if self._rng is None:
-            self._rng = torch.zeros(2, dtype=torch.int64, device=device)
-        return self._rng
 
 
 class _Form(NamedTuple):
@@ -195,14 +184,6 @@ class _Form(NamedTuple):
     @property
     def packed(self) -> bool:
         return self.rows == "thd"
-
-
-_UNPADDED = {
-    "padding": "no_mask",
-    "padding_causal": "causal",
-    "padding_causal_bottom_right": "causal_bottom_right",
-}
-"""Masks for batches in which every sequence has the batch's full length."""
 
 
 _rounded_bounds = WeakTensorKeyDictionary()
