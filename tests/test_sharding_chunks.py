@@ -1,14 +1,15 @@
-"""Shard plans of documents in chunks: every token once, prefixes complete, and every query finds all its keys."""
+"""Layouts, and shard plans of documents in chunks: every token and prefix once, and every query finds all its keys."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from attention_oracle import any_plans
 from chunk_oracle import is_real, iterations, shard_plans, tokens_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_checks import validate
-from sharding_oracle import by_the_calls, mix, sequences
+from sharding_oracle import by_the_calls, cp_and_lengths, mix, sequences
 
 from wlb_megatron.plan import IterationPlan, MicroBatch, Piece
 from wlb_megatron.registry import SHARDINGS
@@ -86,11 +87,11 @@ def sources_of(padded, plans, cp, window):
 def arrivals(exchanges, sources, rank):
     """The buffer of keys of a rank, when tokens travel instead of keys."""
     arrived = []
-    for exchange, source in zip(exchanges, sources, strict=True):
+    for exchange, source, count in zip(exchanges, sources, exchanges[rank].recv_counts, strict=True):
         before = sum(exchange.send_counts[:rank])
         rows = exchange.send_rows[before : before + exchange.send_counts[rank]]
         arrived += [source[row] for row in rows.tolist()]
-    assert sum(exchanges[rank].recv_counts) == len(arrived)
+        assert len(rows) == count
     own = sources[rank]
     return [arrived[~at] if at < 0 else own[at] for at in exchanges[rank].place.tolist()]
 
@@ -104,6 +105,8 @@ def keys_of(layout, own, buffer):
         for nth, row in enumerate(queries):
             seen[row] += own[keys][: nth + 1]
     for queries, keys in sequences(layout.rectangles) if layout.rectangles else []:
+        document, first = buffer[keys][0]
+        assert buffer[keys] == [(document, first + nth) for nth in range(len(buffer[keys]))]
         for query in queries:
             seen[layout.query_rows[query]] += buffer[keys]
     return seen
@@ -120,23 +123,61 @@ def near_keys(call, window, own, buffer):
     return seen
 
 
+def check_layouts(pieces, plan, sources, layouts):
+    """Followed by hand, each rank's layout gives every token its keys, once."""
+    exchanges = [(one.single or one).exchange for one in layouts]
+    firsts = {piece.document: piece.start - piece.prefix for piece in pieces}
+    for rank, layout in enumerate(layouts):
+        own = tokens_of(pieces, plan.ranks[rank])
+        buffer = arrivals(exchanges, sources, rank)
+        assert layout.single is not None or len(set(buffer)) == len(buffer), "two rectangles share keys"
+        for (document, token), seen in zip(own, keys_of(layout, own, buffer), strict=True):
+            assert sorted(seen) == [(document, t) for t in range(firsts[document], token + 1)]
+        assert layout.positions.tolist() == [token - firsts[document] for document, token in own]
+        assert layout.longest == max(piece.prefix + piece.tokens for piece in pieces)
+
+
+def check_whole(plan):
+    """The same of a plan of whole documents."""
+    pieces = [Piece(0, document, 0, tokens) for document, tokens in enumerate(plan.lengths.tolist())]
+    sources = [tokens_of(pieces, rows) for rows in plan.ranks]
+    check_layouts(pieces, plan, sources, [attention_layout(plan, rank) for rank in range(plan.cp_size)])
+
+
+@each_kind
+@settings(deadline=None, max_examples=15)
+@given(mix=cp_and_lengths(sizes=(1, 2, 3, 4, 8)))
+def test_following_a_layout_gives_every_token_its_keys_once(kind, mix):
+    cp, lengths = mix
+    check_whole(shard(lengths, cp, kind))
+
+
+@settings(deadline=None, max_examples=100)
+@given(plan=any_plans(cp_sizes=(1, 2, 3, 4)))
+def test_any_plan_at_all_has_an_exact_layout(plan):
+    check_whole(plan)
+
+
+def test_every_run_of_earlier_keys_is_one_rectangle_of_all_queries_that_see_it():
+    # Rank 1 holds [1, 2) and [4, 6) of a piece of 8: key 0 is seen by three rows, keys 1..3 by the last two.
+    ranks = np.array([[0, 0, 1], [0, 2, 4], [0, 6, 8]]), np.array([[0, 1, 2], [0, 4, 6]])
+    layout = attention_layout(ShardPlan(np.array([8]), ranks), 1)
+    assert layout.query_rows.tolist() == [0, 1, 2, 1, 2]
+    assert layout.rectangles.cu_seqlens_q.tolist() == [0, 3, 5]
+    assert layout.rectangles.cu_seqlens_kv.tolist() == [0, 1, 4]
+    assert (layout.rectangles.max_q, layout.rectangles.max_kv) == (3, 3)
+    assert attention_layout(shard([8], 1, "per-document"), 0).rectangles is None
+    with pytest.raises(ValueError, match="lower max_tokens"):  # more than int32 offsets reach
+        attention_layout(shard([2**31], 2, "per-document"), 0)
+
+
 @each_kind
 @settings(deadline=None, max_examples=40)
 @given(micro_batches=iterations(), cp=SIZES, window=st.sampled_from([1, 5, 30]))
 def test_every_query_sees_all_keys_of_its_document_before_it_once(kind, micro_batches, cp, window):
     padded, plans = shard_plans(micro_batches, cp, kind)
     for pieces, plan, sources in sources_of(padded, plans, cp, None):
-        layouts = [attention_layout(plan, rank, window) for rank in range(cp)]
-        exchanges = [(one.single or one).exchange for one in layouts]
-        for rank, layout in enumerate(layouts):
-            own = tokens_of(pieces, plan.ranks[rank])
-            buffer = arrivals(exchanges, sources, rank)
-            firsts = {piece.document: piece.start - piece.prefix for piece in pieces}
-            for (document, token), seen in zip(own, keys_of(layout, own, buffer), strict=True):
-                assert sorted(seen) == [(document, t) for t in range(firsts[document], token + 1)]
-            places = [token - firsts[document] for document, token in own]
-            assert layout.positions.tolist() == places
-            assert layout.longest == max(piece.prefix + piece.tokens for piece in pieces)
+        check_layouts(pieces, plan, sources, [attention_layout(plan, rank, window) for rank in range(cp)])
     for pieces, plan, sources in sources_of(padded, plans, cp, window):
         layouts = [attention_layout(plan, rank, window).window for rank in range(cp)]
         for rank, layout in enumerate(layouts):

@@ -1,14 +1,12 @@
 """Per-sequence and per-document plans against rules applied token by token."""
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from plan_checks import merge_touching, validate
 from sharding_oracle import cp_and_lengths, holders, seen_by_rank, slot_rule
 
+from wlb_megatron.registry import SHARDINGS
 from wlb_megatron.sharding.alignment import multiple, padded, padding, slot_bounds
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.sharding.select import shard, shard_all
@@ -111,31 +109,23 @@ def test_many_micro_batches_in_one_pass_equal_one_by_one(kind):
         alone = shard(lengths, 4, kind)
         assert np.array_equal(plan.lengths, lengths)
         assert all(np.array_equal(a, b) for a, b in zip(plan.ranks, alone.ranks, strict=True))
-
-
-def test_nine_thousand_micro_batches_in_one_pass_all_get_the_same_plan_for_the_same_lengths():
-    plans = shard_all([[9, 7]] * 9000, 4, "per-document")
+    plans = shard_all([[9, 7]] * 9000, 4, kind)
     for plan in plans[::100] + plans[-1:]:
         assert all(np.array_equal(a, b) for a, b in zip(plan.ranks, plans[0].ranks, strict=True))
 
 
 @each_slotted
-def test_one_rank_holds_whole_pieces_in_packed_order(kind):
+def test_one_rank_holds_whole_pieces_the_last_one_segment_of_each_document_and_none_of_empty_ones(kind):
     rows = shard([1, 1, 4, 3], 1, kind).ranks[0]
     assert rows.tolist() == [[0, 0, 1], [1, 0, 1], [2, 0, 4], [3, 0, 3]]
-
-
-@each_slotted
-def test_the_last_rank_holds_one_segment_of_each_document(kind):
     pieces = shard([64, 40, 24], 4, kind).ranks[3][:, 0].tolist()
     assert len(pieces) == len(set(pieces))
-
-
-@each_slotted
-def test_empty_documents_leave_no_segment(kind):
     assert [rows.tolist() for rows in shard([0, 16, 24, 0, 0], 2, kind).ranks] == [
         [[p + 1, s, e] for p, s, e in rows.tolist()] for rows in shard([16, 24], 2, kind).ranks
     ]
+    plan = shard([8] * 12288, 4, kind)
+    validate(plan)
+    assert plan.tokens_per_rank == (24576,) * 4
 
 
 # Documents that other systems pad to 2 x CP need no padding here: no token is added, none is lost.
@@ -160,48 +150,33 @@ def test_odd_lengths_need_padding_at_the_sequence_end_only(lengths, cp, tp, end_
         assert set(plan.tokens_per_rank) == {plan.tokens // cp}
 
 
-def test_seven_tokens_on_two_ranks_stay_seven():
+def test_seven_tokens_on_two_ranks_stay_seven_at_positions_from_their_documents_start():
     plan = shard([7, 1], 2, "per-document")
     real = [sum(e - s for piece, s, e in rows.tolist() if piece == 0) for rows in plan.ranks]
     assert sum(real) == 7 and sorted(real) == [3, 4]
-
-
-def test_positions_of_a_later_document_start_at_its_own_start():
     plan = shard([8, 16], 2, "per-document")
     assert plan.positions(0).tolist() == [0, 1, 0, 1, 2, 3, 6, 7, 12, 13, 14, 15]
     assert plan.packed_index(0).tolist() == [0, 1, 8, 9, 10, 11, 6, 7, 20, 21, 22, 23]
 
 
-@each_slotted
-def test_twelve_thousand_documents_are_planned(kind):
-    plan = shard([8] * 12288, 4, kind)
-    validate(plan)
-    assert plan.tokens_per_rank == (24576,) * 4
-
-
 @pytest.mark.parametrize(
-    ("lengths", "cp", "kind", "says"),
+    ("lengths", "cp", "says"),
     [
-        ([3, 4], 4, "per-document", r"7 tokens .* 4 context-parallel ranks: add a last piece of 1 padding"),
-        ([3, 4], 4, "per-sequence", r"7 tokens .* 4 context-parallel ranks: add a last piece of 1 padding"),
-        ([], 2, "per-document", "0 tokens .* add a last piece of 2 padding"),
+        ([3, 4], 4, r"7 tokens .* 4 context-parallel ranks: add a last piece of 1 padding"),
+        ([], 2, "0 tokens .* add a last piece of 2 padding"),
     ],
 )
-def test_what_cannot_be_cut_is_refused_with_its_cure(lengths, cp, kind, says):
-    with pytest.raises(ValueError, match=says):
-        shard(lengths, cp, kind)
+def test_what_cannot_be_cut_is_refused_with_its_cure(lengths, cp, says):
+    for kind in SHARDINGS:
+        with pytest.raises(ValueError, match=says):
+            shard(lengths, cp, kind)
 
 
-def test_padding_fills_to_the_multiple_and_an_empty_micro_batch_gets_one():
+def test_padding_fills_to_the_multiple_by_a_last_piece_and_an_empty_micro_batch_gets_one():
     assert [padding(n, 8) for n in (0, 1, 7, 8, 13)] == [8, 7, 1, 0, 3]
     assert multiple(4, 2, 16) == 128
-
-
-def test_a_micro_batch_is_padded_by_a_last_piece_where_needed():
     assert [padded(lengths, 8).tolist() for lengths in ([7, 4], [8, 16], [])] == [[7, 4, 5], [8, 16], [8]]
-
-
-def test_slots_of_several_micro_batches_come_in_one_array():
+    # Slots of several micro-batches come in one array.
     assert slot_bounds([12, 16], 4).tolist() == [
         [0, 2, 4, 6, 8, 9, 10, 11, 12],
         [0, 2, 4, 6, 8, 10, 12, 14, 16],
@@ -234,12 +209,3 @@ def test_a_wrong_plan_is_told_what_is_wrong(ranks, says):
     plan = ShardPlan(np.array([8]), tuple(np.array(rows, dtype=np.int64).reshape(-1, 3) for rows in ranks))
     with pytest.raises(ValueError, match=says):
         validate(plan)
-
-
-def test_sharding_imports_neither_torch_nor_megatron():
-    code = (
-        "import sys, wlb_megatron.sharding.select, wlb_megatron.sharding.attention_calls; "
-        "print([name for name in ('torch', 'megatron', 'transformer_engine') if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
