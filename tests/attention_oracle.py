@@ -1,9 +1,12 @@
 """What the attention tests share: attention one document at a time, and ranks simulated by threads."""
 
+import importlib
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import pairwise
+from types import ModuleType
 
 import numpy as np
 import torch
@@ -226,3 +229,14 @@ def any_plans(draw, cp_sizes=(2, 3, 4)):
     plan = ShardPlan(lengths, tuple(ranks))
     validate(plan)
     return plan
+
+
+def import_over(patch, module, backend):
+    """The kernels' backend of that name, imported over a stand-in for the module that it calls."""
+    name, parts = f"wlb_megatron.attention.kernels.{backend}", module.__name__.split(".")
+    for depth in range(1, len(parts)):
+        package = ".".join(parts[:depth])
+        patch.setitem(sys.modules, package, ModuleType(package))
+    patch.setitem(sys.modules, module.__name__, module)
+    patch.delitem(sys.modules, name, raising=False)
+    return importlib.import_module(name)

@@ -1,6 +1,7 @@
 """Kernel graphs: which sizes share one, that all which a run can meet are foreseen, and that a warm-up builds each."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -36,20 +37,17 @@ from wlb_megatron.sharding.select import shard
 from wlb_megatron.workload.kernel_table import h100
 
 
-def engines_rows(tokens):
-    """get_max_tokens of Transformer Engine 2.20, in its own words."""
-    power = math.ceil(math.log2(tokens))
-    if power <= 10:
-        return 1024
-    return 2**power if power <= 15 else (tokens + 32767) // 32768 * 32768
+def engines(count, least, step):
+    """get_max_tokens of Transformer Engine 2.20 (1024, 32768), and get_max_batch_size (32, 512), in its own words."""
+    if count <= least:
+        return least
+    return 2 ** math.ceil(math.log2(count)) if count <= step else (count + step - 1) // step * step
 
 
-def engines_sequences(count):
-    """get_max_batch_size of Transformer Engine 2.20, in its own words."""
-    power = math.ceil(math.log2(count))
-    if power <= 5:
-        return 32
-    return 2**power if power <= 9 else (count + 511) // 512 * 512
+engines_rows, engines_sequences = (
+    partial(engines, least=1024, step=32768),
+    partial(engines, least=32, step=512),
+)
 
 
 @settings(max_examples=300, deadline=None)
@@ -146,21 +144,12 @@ class Watched(TorchKernels):
         return super().backward(call, q, kv, *rest)
 
 
-HEADS = {
-    "heads": (2, 1),
-    "dims": (8, 8),
-    "scale": 1.0,
-    "dtype": torch.float32,
-    "device": "cpu",
-}
+HEADS = {"heads": (2, 1), "dims": (8, 8), "scale": 1.0, "dtype": torch.float32, "device": "cpu"}
 
 
 def test_a_warm_up_calls_each_graph_forward_and_backward_and_again_where_recomputed():
-    graphs = [
-        (True, None, Bucket(32, 100, 100)),
-        (False, None, Bucket(64, 2048, 5000)),
-        (True, 9, Bucket(32, 7, 9)),
-    ]
+    sizes = (True, None, (32, 100, 100)), (False, None, (64, 2048, 5000)), (True, 9, (32, 7, 9))
+    graphs = [(causal, window, Bucket(*size)) for causal, window, size in sizes]
     for recompute in (False, True):
         kernels = Watched()
         warm_up(kernels, graphs, **HEADS, recompute=recompute)
@@ -205,20 +194,13 @@ def test_a_warm_up_runs_equal_sequences_whole_and_tells_the_kernels_to_expect_th
     assert bounds == [([0, 16, 32], [0, 16, 32]), ([0, 16], [0, 48])]
 
 
-def test_a_model_of_windowed_layers_only_builds_no_graph_of_others():
+def test_no_graph_is_foreseen_of_layers_without_windows_alone_or_of_one_call_where_two_are_made():
     assert all(window == 64 for _, window, _ in foreseen(8192, 2, 32, 32, 64, whole_documents=False))
     assert not any(window for _, window, _ in foreseen(8192, 2, 32, 32, None))
-    assert not any(not causal for causal, _, _ in foreseen(8192, 1, 32, 32, None)), (
-        "one rank has no rectangles"
-    )
-
-
-def test_shardings_that_make_two_calls_build_no_graph_of_one():
-    assert any(causal and size.keys > size.queries for causal, _, size in foreseen(8192, 2, 32, 32, None))
-    assert not any(
-        causal and size.keys > size.queries
-        for causal, _, size in foreseen(8192, 2, 32, 32, None, one_call=False)
-    )
+    assert all(causal for causal, _, _ in foreseen(8192, 1, 32, 32, None)), "one rank has no rectangles"
+    for one_call in (True, False):
+        graphs = foreseen(8192, 2, 32, 32, None, one_call=one_call)
+        assert any(causal and size.keys > size.queries for causal, _, size in graphs) == one_call
 
 
 def a_rank(**changed):
@@ -265,9 +247,8 @@ def test_which_equal_sequences_get_kernels_of_their_own_is_no_matter_of_time(mon
 def test_graphs_of_usual_sizes_come_first():
     usual = a_rank()
     for window, full in ((None, True), (4096, False)):
-        graphs = foreseen(
-            usual.tokens, usual.cp_size, usual.segments, usual.cut_segments, window, whole_documents=full
-        )
+        sizes = usual.tokens, usual.cp_size, usual.segments, usual.cut_segments
+        graphs = foreseen(*sizes, window, whole_documents=full)
         causal, rectangles = by_likelihood(graphs, usual.usual_tokens, usual.usual_segments)
         assert sorted(causal + rectangles) == sorted(graphs)
         assert causal[0] == (True, window, Bucket(128, 65536, 65536))

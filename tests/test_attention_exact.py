@@ -74,18 +74,6 @@ def test_any_plan_at_all_is_exact(breadth, plan, keep_keys, window):
     assert_exact(plan, keep_keys, **options)
 
 
-def test_three_segments_of_a_document_on_one_rank_are_exact():
-    # Rank 0 holds [0, 3) [6, 9) [12, 20) of one document, out of order, and rank 1 the rest.
-    plan = ShardPlan(
-        np.array([20, 5]),
-        (
-            np.array([[0, 12, 20], [0, 0, 3], [1, 0, 2], [0, 6, 9]]),
-            np.array([[0, 3, 6], [1, 2, 5], [0, 9, 12]]),
-        ),
-    )
-    assert_exact(plan)
-
-
 @pytest.mark.parametrize(
     ("kind", "shape"),
     [
@@ -163,15 +151,14 @@ def test_error_in_bf16_hardly_grows_with_context_parallelism():
     exact = one_document_at_a_time(lengths, random_tensors(512, dim=16))
     errors = {}
     for cp in (1, 2, 4, 8):
-        *got, _ = on_all_ranks(
-            shard(lengths, cp, "per-document"), random_tensors(512, dim=16, dtype=torch.bfloat16)
-        )
+        rounded = random_tensors(512, dim=16, dtype=torch.bfloat16)
+        *got, _ = on_all_ranks(shard(lengths, cp, "per-document"), rounded)
         errors[cp] = max(float((a.double() - b).norm() / b.norm()) for a, b in zip(got, exact, strict=True))
     assert errors[8] < 1.5 * errors[1], errors
     assert 1e-4 < errors[1] < 1e-2, errors
 
 
-def test_only_needed_keys_travel():
+def test_rows_travel_only_to_ranks_that_need_their_keys_with_a_window_those_inside_it():
     x = random_tensors(32)
     whole = ShardPlan(np.array([16, 16]), (np.array([[0, 0, 16]]), np.array([[1, 0, 16]])))
     assert on_all_ranks(whole, x)[-1] == 0
@@ -179,6 +166,11 @@ def test_only_needed_keys_travel():
     # holds [8, 24), which sees only keys [0, 8) of rank 0. Their gradients come back: twice 24 rows.
     plan = shard([32], 2, "per-document")
     assert on_all_ranks(plan, x)[-1] == 2 * 24
+    plan = shard([64], 2, "per-document")  # rank 0 holds [0, 16) and [48, 64), rank 1 [16, 48)
+    x = random_tensors(64)
+    # Rank 0's second segment needs 3 keys of rank 1, rank 1's 3 of rank 0; their gradients come back.
+    assert on_all_ranks(plan, x, window=3)[-1] == 2 * (3 + 3)
+    assert on_all_ranks(plan, x)[-1] == 2 * (32 + 16)
 
 
 def test_every_row_of_every_buffer_is_written():
@@ -211,11 +203,12 @@ def test_gradients_travel_under_the_diagonals_only_where_ranks_are_in_step(monke
     assert attention_layout(plan, 0).hide_return
 
 
-def test_a_rank_without_tokens_takes_part():
-    plan = ShardPlan(
-        np.array([6]), (np.array([[0, 0, 2], [0, 4, 6]]), np.empty((0, 3), np.int64), np.array([[0, 2, 4]]))
-    )
-    assert_exact(plan)
+def test_a_rank_without_tokens_takes_part_and_one_may_hold_three_segments_of_a_document():
+    none = np.empty((0, 3), np.int64)
+    assert_exact(ShardPlan(np.array([6]), (np.array([[0, 0, 2], [0, 4, 6]]), none, np.array([[0, 2, 4]]))))
+    # Rank 0 holds [0, 3) [6, 9) [12, 20) of one document, out of order, and rank 1 the rest.
+    first, second = [[0, 12, 20], [0, 0, 3], [1, 0, 2], [0, 6, 9]], [[0, 3, 6], [1, 2, 5], [0, 9, 12]]
+    assert_exact(ShardPlan(np.array([20, 5]), (np.array(first), np.array(second))))
 
 
 # --- sliding windows, sinks, values narrower than keys ---
@@ -236,29 +229,18 @@ def test_every_sharding_is_exact_with_windows_sinks_and_narrow_values(kind, data
     )
 
 
-def test_off_by_one_softmax_is_a_sink_of_zero():
+def test_a_sink_of_zero_is_off_by_one_softmax_a_low_one_changes_nothing_and_a_high_one_leaves_nothing():
     """exp(x) / (1 + sum of exp(x)): a document of one token of score 0 gets half of its value."""
     x = random_tensors(2, heads=1, kv_heads=1)
     x.q.zero_()
     out, *_ = on_all_ranks(shard([1, 1], 1, "per-document"), x, sink=torch.zeros(1, dtype=torch.float64))
     assert torch.allclose(out, x.v / 2)
-
-
-def test_a_very_low_sink_changes_nothing_and_a_very_high_one_leaves_nothing():
     plan, x = shard([12, 5, 7], 2, "hybrid"), random_tensors(24)
     plain, *_ = on_all_ranks(plan, x)
     low, *_ = on_all_ranks(plan, x, sink=torch.full((4,), -80.0, dtype=torch.float64))
     high, *_ = on_all_ranks(plan, x, sink=torch.full((4,), 80.0, dtype=torch.float64))
     assert torch.equal(low, plain)
     assert high.abs().max() < 1e-20
-
-
-def test_only_keys_inside_the_window_travel():
-    plan = shard([64], 2, "per-document")  # rank 0 holds [0, 16) and [48, 64), rank 1 [16, 48)
-    x = random_tensors(64)
-    # Rank 0's second segment needs 3 keys of rank 1, rank 1's 3 of rank 0; their gradients come back.
-    assert on_all_ranks(plan, x, window=3)[-1] == 2 * (3 + 3)
-    assert on_all_ranks(plan, x)[-1] == 2 * (32 + 16)
 
 
 def test_a_windowed_layout_by_hand():

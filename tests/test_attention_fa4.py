@@ -1,6 +1,5 @@
 """What FlashAttention-4's two functions are asked for; a stand-in checks it as they do and computes as documented."""
 
-import importlib
 import inspect
 import sys
 from collections import defaultdict
@@ -16,6 +15,7 @@ from attention_oracle import (
     SCALE,
     any_plans,
     each_sequence,
+    import_over,
     largest_error,
     on_all_ranks,
     one_document_at_a_time,
@@ -32,8 +32,6 @@ from wlb_megatron.sharding.attention_calls import attention_layout
 from wlb_megatron.sharding.select import shard
 
 NAME = "flash_attn.cute.interface"
-
-
 TILES = SimpleNamespace(m_block_size=8, n_block_size=16, dKV_swapAB=False)
 
 
@@ -234,15 +232,9 @@ def asked():
     for name, function in functions.items():
         function.compile_cache = {}
         setattr(module, name, function)
-    parts = NAME.split(".")
-    for depth in range(1, len(parts)):
-        package = ".".join(parts[:depth])
-        patch.setitem(sys.modules, package, ModuleType(package))
-    patch.setitem(sys.modules, NAME, module)
-    patch.delitem(sys.modules, "wlb_megatron.attention.kernels.fa4_backend", raising=False)
-    stand_in.backend = importlib.import_module("wlb_megatron.attention.kernels.fa4_backend")
+    stand_in.backend = import_over(patch, module, "fa4_backend")
     yield stand_in
-    sys.modules.pop("wlb_megatron.attention.kernels.fa4_backend", None)
+    sys.modules.pop(stand_in.backend.__name__, None)
     patch.undo()
 
 
@@ -403,17 +395,13 @@ def test_rows_are_merged_from_contiguous_ones_as_the_gpu_wants_them(asked, monke
 
 def test_lengths_are_told_long_enough_for_one_kernel_to_serve_all(asked, monkeypatch):
     calls = []
-    monkeypatch.setattr(
-        asked.backend.interface,
-        "_flash_attn_fwd",
-        noted := lambda q, k, v, **arguments: calls.append(arguments) or (q, q[..., 0]),
-    )
+    noted = lambda q, k, v, **arguments: calls.append(arguments) or (q, q[..., 0])  # noqa: E731
     noted.compile_cache = {}
+    monkeypatch.setattr(asked.backend.interface, "_flash_attn_fwd", noted)
+    kernels = asked.backend.FlashAttention4Kernels()
     for tokens in (1, 600):
         x = random_tensors(tokens)
-        asked.backend.FlashAttention4Kernels().forward(
-            whole_call([tokens]), x.q, torch.stack((x.k, x.v), 1), SCALE
-        )
+        kernels.forward(whole_call([tokens]), x.q, torch.stack((x.k, x.v), 1), SCALE)
     longest = [(arguments["max_seqlen_q"], arguments["max_seqlen_k"]) for arguments in calls]
     assert longest == [(512, 512), (600, 600)]
 
@@ -423,7 +411,8 @@ def test_the_installed_package_takes_what_the_stand_in_takes(monkeypatch):
         monkeypatch.delitem(sys.modules, name)  # the stand-in, which `asked` leaves for the whole file
     real = pytest.importorskip(NAME)
     for name, stand_in in (("_flash_attn_fwd", Asked.forward), ("_flash_attn_bwd", Asked.backward)):
-        ours = (
-            inspect.signature(stand_in).parameters.keys() | inspect.signature(Asked._check).parameters.keys()
+        ours, sizes, theirs = (
+            inspect.signature(function).parameters.keys()
+            for function in (stand_in, Asked._check, getattr(real, name))
         )
-        assert ours - {"self", "sizes"} <= set(inspect.signature(getattr(real, name)).parameters), name
+        assert (ours | sizes) - {"self", "sizes"} <= theirs, name

@@ -1,6 +1,5 @@
 """What Transformer Engine's kernels are asked for; its masks and windows are computed here as it documents them."""
 
-import importlib
 import math
 import sys
 from dataclasses import replace
@@ -15,6 +14,7 @@ from attention_oracle import (
     Member,
     ThreadGroup,
     each_sequence,
+    import_over,
     largest_error,
     on_all_ranks,
     one_document_at_a_time,
@@ -49,11 +49,8 @@ def seen(mask, window, queries, keys):
 
 def as_packed(call, cu_q, cu_kv):
     """The same call of packed sequences."""
-    masks = {
-        "no_mask": "padding",
-        "causal": "padding_causal",
-        "causal_bottom_right": "padding_causal_bottom_right",
-    }
+    masks = {"no_mask": "padding", "causal": "padding_causal"}
+    masks["causal_bottom_right"] = "padding_causal_bottom_right"
     names = {"bshd_bs2hd": "thd_t2hd", "bshd_bshd_bshd": "thd_thd_thd"}
     assert "cu_seqlens_q_padded" not in call
     return call | {
@@ -137,14 +134,9 @@ def asked(monkeypatch):
     module = ModuleType("transformer_engine.pytorch.cpp_extensions.fused_attn")
     module.FusedAttnBackend = {"F16_arbitrary_seqlen": 1}
     module.fused_attn_fwd, module.fused_attn_bwd = stand_in.forward, stand_in.backward
-    parts = module.__name__.split(".")
-    for depth in range(1, len(parts)):
-        monkeypatch.setitem(sys.modules, ".".join(parts[:depth]), ModuleType(parts[depth - 1]))
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.delitem(sys.modules, "wlb_megatron.attention.kernels.te_backend", raising=False)
-    stand_in.backend = importlib.import_module("wlb_megatron.attention.kernels.te_backend")
+    stand_in.backend = import_over(monkeypatch, module, "te_backend")
     yield stand_in
-    sys.modules.pop("wlb_megatron.attention.kernels.te_backend", None)
+    sys.modules.pop(stand_in.backend.__name__, None)
 
 
 def error_of(asked):

@@ -54,22 +54,21 @@ def build(cls=DotProductAttention, cp=None, mask=AttnMaskType.causal, module_opt
     return wlb_core_attention(cls)(**arguments | {"pg_collection": groups} | (module_options or {}))
 
 
-def test_the_module_is_megatrons_class_with_its_checkpoint_keys():
+def test_the_module_is_a_subclass_of_megatrons_class_with_its_checkpoint_keys_and_one_alone():
     module = build()
     assert isinstance(module, WlbCoreAttention) and isinstance(module, DotProductAttention)
     groups = SimpleNamespace(tp=SimpleNamespace(size=lambda: 1))
     plain = DotProductAttention(config(), 1, AttnMaskType.causal, "self", pg_collection=groups)
     assert module.state_dict().keys() == plain.state_dict().keys()
-
-
-def test_one_subclass_per_class_and_none_of_a_subclass():
     cls = wlb_core_attention(DotProductAttention)
     assert cls is wlb_core_attention(cls) is wlb_core_attention(ModuleSpec(module=DotProductAttention))
     with pytest.raises(WlbError, match="not a module class"):
         wlb_core_attention("flash")
+    # Megatron's local class refuses context parallelism.
+    assert build(context_parallel_size=2).config.context_parallel_size == 2
 
 
-def test_it_attends_within_documents_at_megatrons_scale():
+def test_it_attends_within_documents_at_megatrons_scale_whatever_mask_stands_in():
     lengths = [5, 1, 10]
     x = random_tensors(16)
     expected, *_ = one_document_at_a_time(lengths, x, scale=DIM**-0.5)
@@ -78,19 +77,11 @@ def test_it_attends_within_documents_at_megatrons_scale():
     out = build()(*qkv, None, **options, attention_bias=None, packed_seq_params=params)
     assert out.shape == (16, 1, HEADS * DIM)
     assert (out - expected.flatten(1).unsqueeze(1)).abs().max() < 1e-12
-
-
-def test_a_mask_placeholder_of_any_shape_is_ignored():
     x = random_tensors(8)
     params = packed_seq_params(shard([8], 1, "per-document"), 0, "cpu")
     qkv = [t.unsqueeze(1) for t in (x.q, x.k, x.v)]
     plain = build()(*qkv, None, packed_seq_params=params)
     assert torch.equal(plain, build()(*qkv, torch.ones(1, dtype=torch.bool), packed_seq_params=params))
-
-
-def test_it_is_built_with_context_parallelism_that_megatrons_local_class_refuses():
-    module = build(context_parallel_size=2)
-    assert module.config.context_parallel_size == 2
 
 
 def test_megatron_keeps_queries_apart_from_its_packed_format():
@@ -265,10 +256,7 @@ def test_only_the_versions_that_were_tried_are_taken(installed, versions, why):
     assert describe(name, reason) == f"cuDNN's kernels, not FlashAttention-4's: {reason}"
     with pytest.raises(WlbError, match=why):
         chosen("fa4", HOPPER)
-
-
-def test_a_log_tells_the_version_that_runs():
-    assert describe("fa4", "") == "FlashAttention-4's kernels 4.0.0b36"
+    assert describe("fa4", "") == "FlashAttention-4's kernels 4.0.0b36", "a log tells the version that runs"
     assert describe("cudnn", "") == "cuDNN's kernels"
 
 

@@ -20,13 +20,9 @@ VARIANTS = {
     "interleaved": {"rotary_interleaved": True},
     "interpolated": {"seq_len_interpolation_factor": 3.0},
     "llama 3": {"rope_scaling": True, "rope_scaling_factor": 8.0, "rotary_base": 500000},
-    "all": {
-        "rotary_percent": 0.25,
-        "rotary_interleaved": True,
-        "seq_len_interpolation_factor": 2.5,
-        "rope_scaling": True,
-    },
 }
+VARIANTS["all"] = {"rotary_percent": 0.25, "rotary_interleaved": True, "rope_scaling": True}
+VARIANTS["all"] |= {"seq_len_interpolation_factor": 2.5}
 
 
 @pytest.fixture(autouse=True)
@@ -40,10 +36,8 @@ def rotary(**options):
 
 def frequencies(inner, plan, rank):
     planned = PlannedRotaryEmbedding(inner)
-    params = packed_seq_params(plan, rank, "cpu")
-    return planned(
-        planned.get_rotary_seq_len(None, None, None, None, params), packed_seq=False, cp_group=None
-    )
+    length = planned.get_rotary_seq_len(None, None, None, None, packed_seq_params(plan, rank, "cpu"))
+    return planned(length, packed_seq=False, cp_group=None)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -68,13 +62,10 @@ def test_every_token_gets_the_row_of_its_position_in_its_document(lengths, cp):
             assert torch.equal(frequencies(inner, plan, rank), table[where[plan.packed_index(rank)]])
 
 
-def test_a_later_document_starts_at_position_zero_on_every_rank():
+def test_a_later_document_starts_at_position_zero_and_a_longer_table_does_not_run_across_documents():
     """Documents of 8 and 16 tokens, CP=2: rank 0 holds 0 1 6 7 of the first and 0..3 12..15 of the second."""
     positions = packed_seq_params(shard([8, 16], 2, "per-document"), 0, "cpu").layout.positions
     assert positions.tolist() == [0, 1, 0, 1, 2, 3, 6, 7, 12, 13, 14, 15]
-
-
-def test_a_table_longer_than_the_document_does_not_run_across_documents():
     inner = rotary()
     inner(8)  # Megatron has cached a table of the packed length
     got = frequencies(inner, shard([4, 4], 1, "per-document"), 0)
@@ -90,12 +81,9 @@ def test_rotated_keys_of_a_document_do_not_depend_on_what_it_is_packed_with():
     assert torch.equal(_apply_rotary_pos_emb_bshd(x, packed[5:]), alone)
 
 
-def test_another_rotary_class_and_a_missing_plan_are_refused():
+def test_another_rotary_class_and_a_missing_plan_are_refused_and_wrapping_adds_no_checkpoint_keys():
     with pytest.raises(WlbError, match="use --position-embedding-type rope"):
         PlannedRotaryEmbedding(torch.nn.Identity())
     with pytest.raises(WlbError, match="instead of the plugin's plan"):
         PlannedRotaryEmbedding(rotary()).get_rotary_seq_len(None, None, None, None, None)
-
-
-def test_wrapping_adds_no_checkpoint_keys():
     assert PlannedRotaryEmbedding(rotary()).state_dict() == {}

@@ -23,15 +23,12 @@ def groups(owner, rows):
     return RowGroups(*(torch.from_numpy(x).int() for x in _row_groups(np.array(owner), rows)))
 
 
-def test_row_groups_hold_source_rows_by_owner_in_order():
+def test_row_groups_hold_source_rows_by_owner_and_of_several_targets_share_what_the_owners_count():
     grouped = groups([3, 0, 3], 4)
     assert grouped.targets.tolist() == [0, 3]
     assert grouped.bounds.tolist() == [0, 1, 3]
     assert grouped.members.tolist() == [1, 0, 2]
-
-
-def test_row_groups_of_several_targets_share_what_the_owners_count():
-    """Owners 3 0 3 of two targets of 2 rows: row 0 of the first has source row 1, row 1 of the second 0 2."""
+    # Owners 3 0 3 of two targets of 2 rows: row 0 of the first has source row 1, row 1 of the second 0 2.
     first_and_second = [x.tolist() for x in _row_groups(np.array([3, 0, 3]), 2, 2)]
     assert first_and_second == [[0], [0, 1], [1], [1], [0, 2], [0, 2]]
     rest = [torch.from_numpy(x).int() for x in _row_groups(np.array([3, 0, 3]), 2, 2)]

@@ -46,12 +46,9 @@ def assert_exact(plan, keep_keys=True, sink=None, **shape):
 def test_every_sharding_is_exact_in_one_call(kind, data):
     cp = data.draw(st.sampled_from([1, 2, 4]))
     sink = torch.randn(4, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-    assert_exact(
-        shard(data.draw(mixes(cp)), cp, kind),
-        data.draw(st.booleans()),
-        data.draw(st.sampled_from([None, sink])),
-        v_dim=data.draw(st.sampled_from([4, 3])),
-    )
+    how = st.booleans(), st.sampled_from([None, sink])
+    plan, v_dim = shard(data.draw(mixes(cp)), cp, kind), data.draw(st.sampled_from([4, 3]))
+    assert_exact(plan, *map(data.draw, how), v_dim=v_dim)
 
 
 @settings(max_examples=30, deadline=None)
