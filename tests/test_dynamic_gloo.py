@@ -6,6 +6,7 @@ import itertools
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,20 +15,18 @@ import torch.distributed as dist
 from attention_oracle import SCALE, one_document_at_a_time, padded, random_tensors
 from forked_ranks import spawn
 from megatron_runs import free_port
+from packing_oracle import make_planner
 from plan_checks import validate_groups
 from random_groups import random_plan
 
 from wlb_megatron.attention.device_layout import device_layout
 from wlb_megatron.attention.kernels.torch_backend import TorchKernels
 from wlb_megatron.attention.sharded_attention import sharded_attention
-from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.corpus import Rules
 from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.dynamic.cost import group_cost
 from wlb_megatron.dynamic.plan import Stage
 from wlb_megatron.dynamic.plan_step import Outcome, plan_step
-from wlb_megatron.packing.factory import make_packer
-from wlb_megatron.packing.packer import PackingJob
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.sharding.attention_calls import attention_layout
 from wlb_megatron.sharding.select import shard
@@ -90,10 +89,8 @@ def attend_in_groups(rank: int, world: int) -> None:
 def small_planner() -> Planner:
     lengths = np.random.default_rng(0).integers(1, 16_000, 500)
     stream = DocumentStream.of_lengths(lengths, Rules(16_000, "split", 1, endless=True), name="lengths")
-    packer = make_packer(
-        PackingJob(WlbConfig(), CostModel(20_000.0), window=16_000, micro_batches=1, dp=WORLD)
-    )
-    return Planner(stream, packer, global_tokens=WORLD * 16_000)
+    job = {"window": 16_000, "micro_batches": 1, "dp": WORLD, "micro_batches_per_window": "auto"}
+    return make_planner(stream, cost=CostModel(20_000.0), **job)
 
 
 def agree_on_plans(rank: int, world: int) -> None:
@@ -128,9 +125,7 @@ def agree_on_plans(rank: int, world: int) -> None:
         assert len(set(digests)) == 1
         held: list[list[tuple[int, ...]] | None] = [None] * world
         first = [micro_batch for micro_batch in in_groups if micro_batch.group.start == rank]
-        pieces = [
-            tuple(piece) for micro_batch in first for piece in micro_batch.pieces if piece.document >= 0
-        ]
+        pieces = [tuple(piece) for one in first for piece in one.pieces if piece.document >= 0]
         dist.all_gather_object(held, pieces)
         grid = theirs.plan.micro_batches if theirs.plan else ()
         planned = [tuple(piece) for row in grid for micro_batch in row for piece in micro_batch.pieces]
@@ -152,14 +147,8 @@ def test_ranks_whose_kernel_tables_differ_have_other_digests(monkeypatch: pytest
 
     def digest(table: KernelTable) -> bytes:
         cost = group_cost(table, 300.0, stage.sizes)
-        dynamic = module.DynamicSettings(
-            sizes=cost.sizes,
-            tables=cost.tables,
-            plan=lambda *_: pytest.fail("agree is replaced"),
-            stage_rank=0,
-            closing=lambda: False,
-            store=None,  # type: ignore[arg-type]
-        )
+        # Neither plan nor store is asked: agree is replaced.
+        dynamic: Any = module.DynamicSettings(cost.sizes, cost.tables, pytest.fail, 0, lambda: False, None)
         return next(module.plan_groups(small_planner(), shards, dynamic)).digest
 
     assert digest(h100()) == digest(h100()) != digest(replace(h100(), call=h100().call + 1))

@@ -222,10 +222,13 @@ def test_a_document_stays_within_a_node_where_the_network_is_slow() -> None:
     assert chosen == [16, 8]
 
 
-def test_a_group_starts_when_its_last_rank_is_free() -> None:
+def test_a_group_starts_when_its_last_rank_is_free_and_a_document_that_fits_none_is_refused_by_name():
     """Ranks 0 1 take 5 together while 2 takes 9 alone; then all three take 1; rank 3 pads 2 and 2."""
     plan = StepPlan(4, ((Group(0, 2, (0,)), Group(2, 1, (1,))), (Group(0, 3, (2,)),)))
     assert finish_times(plan, [[5, 9], [1]], step_ns=2).tolist() == [10, 10, 10, 4]
+    stage = Stage.of(2, 2, 100)
+    with pytest.raises(ValueError, match="101 tokens exceeds Lmax of 100"):
+        plan_step([101], stage, cost_of(stage))
 
 
 @pytest.mark.parametrize(
@@ -237,16 +240,10 @@ def test_a_group_starts_when_its_last_rank_is_free() -> None:
         (((Group(0, 2, (0,)), Group(1, 1, (1,))),), "two groups"),
     ],
 )
-def test_a_wrong_plan_is_told_apart(micro_steps: tuple[tuple[Group, ...], ...], message: str) -> None:
+def test_a_wrong_plan_is_told_apart(micro_steps, message):
     stage = Stage.of(2, 2, 10)
     with pytest.raises(ValueError, match=message):
         validate_groups(StepPlan(4, micro_steps), [6, 5], stage)
-
-
-def test_a_document_that_fits_no_group_is_refused_by_name() -> None:
-    stage = Stage.of(2, 2, 100)
-    with pytest.raises(ValueError, match="101 tokens exceeds Lmax of 100"):
-        plan_step([101], stage, cost_of(stage))
 
 
 PLAN_OF_FOUR = partial(plan_step, stage=Stage.of(2, 2, 8000), cost=cost_of(Stage.of(2, 2, 8000)))

@@ -36,14 +36,17 @@ def _bounds(sizes: tuple[int, ...]) -> list[tuple[int, int]]:
     return bounds
 
 
-def test_two_stages_with_groups_of_two_and_one_by_hand():
+def check_last_first(backwards: list[int], bounds: list[tuple[int, int]]) -> None:
+    for first, second in pairwise(backwards):
+        same = bounds[first] == bounds[second]
+        assert second == first - 1 if same else bounds[second][0] == bounds[first][1]
+
+
+def test_groups_of_two_and_one_by_hand_and_of_one_as_megatrons_own_1f1b():
     assert [_spelled(order) for order in grouped_orders(2, (2, 1))] == [
         "F0 F1 F2 B1 B0 B2",
         "F0 F1 B1 F2 B0 B2",
     ]
-
-
-def test_groups_of_one_are_megatrons_own_1f1b():
     assert [_spelled(order) for order in grouped_orders(3, (1,) * 4)] == [
         "F0 F1 F2 B0 F3 B1 B2 B3",
         "F0 F1 B0 F2 B1 F3 B2 B3",
@@ -60,9 +63,7 @@ def test_backwards_of_a_group_follow_all_its_forwards_and_run_last_first_on_ever
         assert [step.micro_batch for step in order if not step.backward] == list(range(sum(sizes)))
         backwards = [step.micro_batch for step in order if step.backward]
         assert sorted(backwards) == list(range(sum(sizes)))
-        for first, second in pairwise(backwards):
-            same = bounds[first] == bounds[second]
-            assert second == first - 1 if same else bounds[second][0] == bounds[first][1]
+        check_last_first(backwards, bounds)
         for m, (_, end) in enumerate(bounds):
             done = order[: order.index(Step(m, 0, True))]
             assert sum(not step.backward for step in done) >= end
@@ -223,10 +224,7 @@ def test_interleaved_stages_never_wait_for_ever_and_run_backwards_of_a_group_las
         for chunk in range(chunks):
             forwards = [s.micro_batch for s in order if s.chunk == chunk and not s.backward]
             assert forwards == [*range(sum(sizes))]
-            backwards = [s.micro_batch for s in order if s.chunk == chunk and s.backward]
-            for first, second in pairwise(backwards):
-                same = bounds[first] == bounds[second]
-                assert second == first - 1 if same else bounds[second][0] == bounds[first][1]
+            check_last_first([s.micro_batch for s in order if s.chunk == chunk and s.backward], bounds)
 
 
 @settings(deadline=None, max_examples=100)
@@ -289,7 +287,7 @@ def test_bad_groups_are_refused():
         pipeline_events([1.0] * 3, [1.0] * 3, 2, groups=(2,))
 
 
-def test_micro_batches_that_share_a_document_in_chunks_form_a_group():
+def test_micro_batches_that_share_a_document_in_chunks_form_a_group_and_ranks_join_theirs():
     rows = [
         [Piece(0, 7, 0, 4)],
         [Piece(0, 7, 4, 6, 4), Piece(0, 8, 0, 2)],
@@ -299,6 +297,11 @@ def test_micro_batches_that_share_a_document_in_chunks_form_a_group():
     assert groups(rows) == (2, 2)
     assert groups([[Piece(0, 7, 0, 4)], [Piece(0, 7, 4, 8)]]) == (1, 1)  # cut, not in chunks
     assert groups([]) == ()
+    assert joined_groups([(1, 2, 1), (2, 1, 1)]) == (3, 1)
+    assert joined_groups([(1, 1), (1, 1)]) == (1, 1)
+    assert joined_groups([(2, 2)]) == (2, 2)
+    with pytest.raises(ValueError, match="not of equally many"):
+        joined_groups([(1, 2), (2, 2)])
 
 
 @settings(deadline=None, max_examples=100)
@@ -320,23 +323,12 @@ def test_groups_are_found_whatever_documents_connect_them(sizes, data):
     assert groups([data.draw(st.permutations(row)) for row in rows]) == tuple(sizes)
 
 
-def test_a_prefix_without_its_earlier_part_is_an_error():
+def test_a_document_in_chunks_without_its_earlier_part_or_with_a_gap_is_an_error():
     head, tail = Piece(0, 7, 0, 4), Piece(0, 7, 4, 6, 4)
     for rows in ([[tail]], [[tail], [head]], [[head, tail]], [[head], [Piece(1, 7, 4, 6, 4)]]):
         with pytest.raises(ValueError, match="continues no piece of an earlier micro-batch"):
             groups(rows)
     with pytest.raises(ValueError, match="continues no piece"):  # another part of the same document
         groups([[Piece(0, 7, 0, 4)], [Piece(0, 7, 4, 6, 2)]])
-
-
-def test_a_document_that_skips_a_micro_batch_outside_its_group_is_an_error():
     with pytest.raises(ValueError, match="micro-batches 0 and 2 share documents in chunks"):
         groups([[Piece(0, 7, 0, 4)], [Piece(0, 1, 0, 1)], [Piece(0, 7, 4, 6, 4)]])
-
-
-def test_joined_groups_contain_those_of_every_rank():
-    assert joined_groups([(1, 2, 1), (2, 1, 1)]) == (3, 1)
-    assert joined_groups([(1, 1), (1, 1)]) == (1, 1)
-    assert joined_groups([(2, 2)]) == (2, 2)
-    with pytest.raises(ValueError, match="not of equally many"):
-        joined_groups([(1, 2), (2, 2)])

@@ -130,9 +130,8 @@ def test_keys_for_later_chunks_are_held_with_their_fp32_gradients():
     assert memory.keys == 2 * 2 * (2 + 4)
     rounded = 3 * 16 * 4 // 2  # gradients for both heads of queries
     assert memory.attended == attended_bytes(TINY, FULL) + rounded
-    assert stage_memory(replace(TINY, kv_heads=2), FULL, 1, [4]).attended == attended_bytes(
-        replace(TINY, kv_heads=2), FULL
-    )
+    wide = replace(TINY, kv_heads=2)
+    assert stage_memory(wide, FULL, 1, [4]).attended == attended_bytes(wide, FULL)
     assert memory.loss > 0 == stage_memory(TINY, FULL, 0, [4]).loss
     in_forward = stage_memory(TINY, replace(FULL, losses_in_forward=True), 1, [4])
     assert in_forward.ends - memory.ends == 4 * 16, "the softmax in fp32"
@@ -215,9 +214,8 @@ def test_each_stage_has_its_own_layers_weights_and_room():
     assert first.more == 3 * (gpu.stage(0).chunks[0].kept - INPUT) and first.keys == 3 * gpu.stage(0).keys
     assert last.floor == 8 * INPUT + gpu.stage(1).ends
     first, last = replace(gpu, depths=2).rooms() or ()
-    assert (first.keys, last.keys) == (3 * gpu.stage(0).keys, 10 * gpu.stage(1).keys), (
-        "multi-token prediction's, too"
-    )
+    expected = 3 * gpu.stage(0).keys, 10 * gpu.stage(1).keys
+    assert (first.keys, last.keys) == expected, "multi-token prediction's, too"
 
 
 # --- the law ---
@@ -225,11 +223,23 @@ def test_each_stage_has_its_own_layers_weights_and_room():
 ROOM = StageRoom(available=100, floor=2, more=8, working=1, keys=3)
 
 
-def test_a_room_keeps_what_is_left_over_the_floor():
+def test_a_room_keeps_what_is_left_over_the_floor_and_the_stage_with_the_least_room_decides():
     assert ROOM.kept(15, 10, chunked=False) == 500
     assert ROOM.kept(15, 10, chunked=True) == 125, "45 more bytes for keys"
     assert ROOM.kept(1, 1, chunked=False) == 1000
     assert ROOM.kept(60, 10, chunked=False) == 0
+    law = StepLaw(pp=2, backward=(3, 1), again=1000)
+    wide, none = replace(ROOM, available=10**6), replace(ROOM, available=0)
+    works, tokens = [40] * 4, [5] * 4
+    full = law.rank(works)
+    assert replace(law, rooms=(wide, none)).rank(works, None, tokens) == full
+    assert replace(law, rooms=(none, wide)).rank(works, None, tokens) == full
+    assert replace(law, rooms=(wide, wide)).rank(works, None, tokens) == full * 3 // 4
+    # The last stage holds fewer micro-batches than the first.
+    law = StepLaw(pp=3)
+    tokens = [5, 3, 4, 1]
+    assert [most_held(tokens, (1,) * 4, law, stage) for stage in (0, 2)] == [12, 5]
+    assert most_held(tokens, (2, 1, 1), law, 2) == 9
 
 
 STEPS = st.lists(st.tuples(st.integers(0, 10**6), st.integers(1, 500)), min_size=1, max_size=16)
@@ -252,23 +262,6 @@ def test_a_step_that_keeps_layers_is_never_longer_than_one_that_runs_the_flags(
     none = StepLaw(pp=stages).rank([whole.ideal(work) for work in works], groups)
     assert whole.rank(works, groups, tokens) == pytest.approx(none, abs=len(works) + stages)
     assert flags.ideal(works[0]) == works[0]
-
-
-def test_the_stage_with_the_least_room_decides():
-    law = StepLaw(pp=2, backward=(3, 1), again=1000)
-    wide, none = replace(ROOM, available=10**6), replace(ROOM, available=0)
-    works, tokens = [40] * 4, [5] * 4
-    full = law.rank(works)
-    assert replace(law, rooms=(wide, none)).rank(works, None, tokens) == full
-    assert replace(law, rooms=(none, wide)).rank(works, None, tokens) == full
-    assert replace(law, rooms=(wide, wide)).rank(works, None, tokens) == full * 3 // 4
-
-
-def test_the_last_stage_holds_fewer_micro_batches_than_the_first():
-    law = StepLaw(pp=3)
-    tokens = [5, 3, 4, 1]
-    assert [most_held(tokens, (1,) * 4, law, stage) for stage in (0, 2)] == [12, 5]
-    assert most_held(tokens, (2, 1, 1), law, 2) == 9
 
 
 # --- corrections ---
@@ -324,8 +317,7 @@ def test_a_megatron_whose_forward_does_not_read_the_number_runs_the_flags(monkey
         ("expandable_segments:True", False, True, None),
         (
             "max_split_size_mb:512",
-            False,
-            False,
+            *(False, False),
             "leaves 1/7 of the memory to fragments: less if PYTORCH_CUDA",
         ),
     ],

@@ -30,10 +30,8 @@ def chunk_of(draw: random.Random, most_layers: int) -> ModelChunk:
     kept = each + draw.randint(1, 60)
     switched = draw.choice((0, draw.randint(0, 20)))
     floor = recomputed * each - min(switched, recomputed * each // 2) + (layers - recomputed) * kept
-    unlike = [
-        UnlikeLayer(draw.randint(each, kept), draw.randint(0, 1500), draw.random() < 0.5)
-        for _ in range(layers)
-    ]
+    sizes = [(draw.randint(each, kept), draw.randint(0, 1500), draw.random() < 0.5) for _ in range(layers)]
+    unlike = [UnlikeLayer(*size) for size in sizes]
     return ModelChunk(
         **{"layers": layers, "recomputed": recomputed, "kept": kept, "input": each, "floor": floor},
         **{"switched": switched, "forward": draw.randint(0, kept), "working": draw.randint(0, 2 * kept)},
@@ -64,13 +62,10 @@ def case_of(seed: int, most: int, most_layers: int) -> Case:
         shared = draw.randint(0, tokens) if groups else 0
         work, earlier = draw.randint(0, 1000) if tokens else 0, draw.randint(0, 60) if shared else 0
         loads.append(Load(tokens, work, shared, earlier, linear=draw.randint(0, tokens)))
-    memory = StageMemory(
-        chunks=tuple(chunk_of(draw, most_layers) for _ in range(chunks)),
-        ends=draw.randint(0, 30),
-        loss=draw.choice((0, draw.randint(0, 300))),
-        keys=draw.randint(0, 10),
-        attended=draw.randint(0, 10),
-    )
+    made = tuple(chunk_of(draw, most_layers) for _ in range(chunks))
+    ends, loss = draw.randint(0, 30), draw.choice((0, draw.randint(0, 300)))
+    sizes = {"ends": ends, "loss": loss, "keys": draw.randint(0, 10), "attended": draw.randint(0, 10)}
+    memory = StageMemory(chunks=made, **sizes)
     order = stage_orders(stages, count, chunks, groups)[draw.randrange(stages)]
     return order, loads, memory
 

@@ -87,9 +87,8 @@ def test_keys_that_travel_again_add_half_of_their_exchange_to_the_backward(profi
     kept = replace(kept, assumptions=replace(kept.assumptions, node=1, network_rate=1e8))
     again = replace(kept, regather=True)
     assert (again.attention(plans).forward == kept.attention(plans).forward).all()
-    slower = replace(
-        kept.table, exchange=1.5 * kept.table.exchange, exchange_row=1.5 * kept.table.exchange_row
-    )
+    longer = {name: 1.5 * getattr(kept.table, name) for name in ("exchange", "exchange_row")}
+    slower = replace(kept.table, **longer)
     more = predict_all(plans, slower) - predict_all(plans, kept.table)
     assert again.attention(plans).backward - kept.attention(plans).backward == pytest.approx(more)
     assert (more > 0).all()
@@ -127,16 +126,11 @@ def test_pipeline_transfers_take_the_measured_link(profile):
 
 def test_assumptions_calibrated_by_a_profile_give_its_layers_time(profile):
     assumptions = calibrated(Assumptions(tp_exposed=0.0), profile)
-    assumed = LayerModel(
-        shape=profiled_shape(profile, 4),
-        layout=Layout(tensor=4, distributed_optimizer=True),
-        assumptions=assumptions,
-    )
+    assumed = replace(modelled(profile), assumptions=assumptions, costs=None)
     both = sum(float(t) for t in assumed.linear(10000))
     assert both == pytest.approx(sum(LAYER) * 10000, rel=0.01)
-    assert assumptions.nvlink_rate == pytest.approx(
-        100e9, rel=0.01
-    )  # half of a buffer passes each of two GPUs
+    half_rate = pytest.approx(100e9, rel=0.01)  # half of a buffer passes each of two GPUs
+    assert assumptions.nvlink_rate == half_rate
     assert calibrated(Assumptions(matmul_rate=1e14), profile).matmul_rate == 1e14  # as the user gave it
 
 

@@ -21,19 +21,14 @@ def _timeline(events: list[Event], stage: int) -> list[tuple[str, float, float]]
     ]
 
 
-def test_two_stages_two_micro_batches_by_hand():
+def test_two_stages_two_micro_batches_by_hand_and_a_transfer_delays_the_next_stage_alone():
     events = pipeline_events([1.0, 3.0], [2.0, 4.0], 2)
     assert _timeline(events, 0) == [("F0", 0, 1), ("F1", 1, 4), ("B0", 4, 6), ("B1", 11, 15)]
     assert _timeline(events, 1) == [("F0", 1, 2), ("B0", 2, 4), ("F1", 4, 7), ("B1", 7, 11)]
-
-
-def test_a_transfer_delays_the_next_stage_alone():
     events = pipeline_events([1.0, 3.0], [2.0, 4.0], 2, transfer=0.5)
     assert _timeline(events, 0) == [("F0", 0, 1), ("F1", 1, 4), ("B0", 5, 7), ("B1", 12, 16)]
     assert _timeline(events, 1) == [("F0", 1.5, 2.5), ("B0", 2.5, 4.5), ("F1", 4.5, 7.5), ("B1", 7.5, 11.5)]
-
-
-def test_a_blocking_stage_waits_for_both_ends_of_a_transfer():
+    # A blocking stage waits for both ends of a transfer.
     events = pipeline_events([1.0, 3.0], [2.0, 4.0], 2, transfer=0.5, blocking=True)
     # F0 is sent by 1.5. F1 ends at 4.5 and is coupled with B0's gradient: B0 ends at 3.5 on stage 1, which then
     # sends it and receives F1 in one go, from 4.5 to 5.
@@ -41,15 +36,12 @@ def test_a_blocking_stage_waits_for_both_ends_of_a_transfer():
     assert _timeline(events, 1) == [("F0", 1.5, 2.5), ("B0", 2.5, 4.5), ("F1", 5, 8), ("B1", 8, 12)]
 
 
-def test_interleaved_order_of_two_stages_with_two_chunks_by_hand():
+def test_interleaved_order_and_timeline_of_two_stages_with_two_chunks_by_hand():
     first, last = pipeline_orders(2, 2, 2)
     spelled = [["FB"[s.backward] + f"{s.micro_batch}.{s.chunk}" for s in order] for order in (first, last)]
     # Warm-up: stage 0 runs (2 - 0 - 1) * 2 + 2 = 4 forwards (all), stage 1 runs 2.
     assert spelled[0] == ["F0.0", "F1.0", "F0.1", "F1.1", "B0.1", "B1.1", "B0.0", "B1.0"]
     assert spelled[1] == ["F0.0", "F1.0", "F0.1", "B0.1", "F1.1", "B1.1", "B0.0", "B1.0"]
-
-
-def test_interleaved_timeline_by_hand():
     events = pipeline_events(np.ones((2, 2, 2)), np.ones((2, 2, 2)), 2)
     # Stage 1 runs backwards of its second chunk at 4 and 6, of its first at 7 and 8.
     assert _timeline(events, 0) == [
@@ -177,9 +169,7 @@ def test_a_step_waits_for_launches_only_where_the_host_has_no_lead():
 @pytest.mark.parametrize(
     ("stages", "chunks", "blocking"), [(1, 1, True), (3, 1, True), (3, 1, False), (3, 2, False)]
 )
-def test_steps_of_unlike_groups_are_timed_together_as_one_by_one(
-    stages: int, chunks: int, blocking: bool
-) -> None:
+def test_steps_of_unlike_groups_are_timed_together_as_one_by_one(stages, chunks, blocking):
     """To the last bit. Groups of 3, 2 and 1 micro-batches in any order, 6 of them; without groups, too."""
     random = np.random.default_rng(4)
     orders = [None, (3, 2, 1), (1, 3, 2), (2, 1, 3), (2, 1, 1, 2), (1, 2, 1, 2), (1,) * 6]

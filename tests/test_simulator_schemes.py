@@ -27,9 +27,8 @@ def run():
 
 
 def test_the_papers_configurations_have_its_gpus_and_batches():
-    assert [s.name for s in CONFIGURATIONS] == [
-        f"{m}-{w}K" for m in ("550M", "7B", "30B", "70B") for w in (64, 128)
-    ]
+    models = "550M", "7B", "30B", "70B"
+    assert [s.name for s in CONFIGURATIONS] == [f"{m}-{w}K" for m in models for w in (64, 128)]
     assert [s.layout.gpus for s in CONFIGURATIONS] == [32, 32, 32, 64, 64, 128, 256, 256]
     assert all(s.micro_batches == s.layout.pipeline for s in CONFIGURATIONS)
     assert paper.LARGE_JOB.layout.gpus == 8192
@@ -74,11 +73,8 @@ def test_nothing_is_faster_than_the_perfectly_balanced_plan_of_the_same_document
     for sharding in ("per-sequence", "per-document", "hybrid", "adaptive"):
         assert run.simulated("varlen", sharding).ns_per_token > bound
     # One document for each micro-batch, all alike, one rank: balanced as it is, so the bound is met.
-    model = LayerModel(
-        shape=SHAPES["550M"],
-        layout=paper.Layout(pipeline=2, distributed_optimizer=True),
-        assumptions=REPRODUCED,
-    )
+    layout = paper.Layout(pipeline=2, distributed_optimizer=True)
+    model = LayerModel(shape=SHAPES["550M"], layout=layout, assumptions=REPRODUCED)
     setting = Setting("550M", 4096, model.layout)
     lengths = np.full(64, 4096)
     plans = plan_run("original", lengths, setting, model.cost(), iterations=2, warm_up=0, seed=1)

@@ -28,14 +28,21 @@ def test_an_interleaved_step_is_the_simulators(groups, stages, chunks, data):
     assert StepLaw(pp=stages, vpp=chunks, group=stages).rank(works) == pytest.approx(simulated, abs=1)
 
 
-def test_like_micro_batches_take_m_plus_stages_less_one_of_them():
+def test_like_micro_batches_take_m_plus_stages_less_one_of_them_and_the_slowest_rank_is_the_step():
     assert StepLaw(pp=4).rank([30] * 8) == (8 + 3) * 30
     assert StepLaw(pp=4, vpp=2, group=4).rank([30] * 8) == 8 * 30 + 3 * 30 // 2
+    law, columns = StepLaw(pp=2), [[3 * at, 6, 9] for at in range(12)]
+    assert law.step(columns) == max(law.rank(works) for works in columns)
 
 
-def test_a_micro_batch_costs_its_own_part_and_at_least_what_the_host_needs():
+def test_a_micro_batch_costs_its_own_part_what_its_chunk_adds_and_at_least_what_the_host_needs():
     law = StepLaw(per_micro_batch=10, least=(20, 30))
     assert law.rank([100, 20]) == 110 + 50
+    law, plain = StepLaw(pp=2, per_chunk=6), StepLaw(pp=2)
+    assert law.rank([30, 30, 30], (1, 2)) == plain.rank([30, 36, 36], (1, 2))
+    assert law.rank([30, 30, 30]) == plain.rank([30, 30, 30])
+    # Where layers are recomputed a forward is a fourth.
+    assert StepLaw(pp=2, backward=(3, 1), again=1000).rank([40] * 4) == StepLaw(pp=2).rank([40] * 4) == 200
 
 
 def test_a_backward_that_takes_long_hides_the_launches_of_a_short_forward():
@@ -44,21 +51,6 @@ def test_a_backward_that_takes_long_hides_the_launches_of_a_short_forward():
     assert law.occupied(30) == 30 and law.rank([30]) == 2 * 30
     assert law.occupied(20) == 16 + 10 and law.rank([20]) == 2 * 26
     assert StepLaw(least=(16, 10)).occupied(30) == 30
-
-
-def test_where_layers_are_recomputed_a_forward_is_a_fourth():
-    assert StepLaw(pp=2, backward=(3, 1), again=1000).rank([40] * 4) == StepLaw(pp=2).rank([40] * 4) == 200
-
-
-def test_each_micro_batch_of_a_group_costs_what_its_chunk_adds():
-    law, plain = StepLaw(pp=2, per_chunk=6), StepLaw(pp=2)
-    assert law.rank([30, 30, 30], (1, 2)) == plain.rank([30, 36, 36], (1, 2))
-    assert law.rank([30, 30, 30]) == plain.rank([30, 30, 30])
-
-
-def test_the_slowest_data_parallel_rank_is_the_step_however_many_there_are():
-    law, columns = StepLaw(pp=2), [[3 * at, 6, 9] for at in range(12)]
-    assert law.step(columns) == max(law.rank(works) for works in columns)
 
 
 @pytest.mark.parametrize(

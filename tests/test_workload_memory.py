@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import importlib.util
 import math
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -82,17 +83,19 @@ def test_a_split_model_keeps_each_ranks_share():
     assert weight_bytes(SMALL, layout, 1) == ((2 * 576 + 256) // 2 + 40) * 18
 
 
-def test_the_distributed_optimizer_spreads_twelve_bytes_a_parameter_over_data_and_context_ranks():
+def test_the_distributed_optimizer_spreads_twelve_bytes_a_parameter_and_fsdp_all_eighteen():
     spread = Layout(data=2, context=2, distributed_optimizer=True)
     assert weight_bytes(SMALL, spread, 0) == 1704 * (6 + 3)
     assert weight_bytes(dataclasses.replace(SMALL, dtype_bytes=4), spread, 0) == 1704 * (8 + 2)
-
-
-def test_fsdp_spreads_all_eighteen_and_holds_two_gathered_layers():
     spread = Layout(data=2, context=2, fully_sharded=True)
     assert weight_bytes(SMALL, spread, 0) == 1704 * 18 // 4 + 2 * 1704 // 2 * 2
     cut, same = (dataclasses.replace(SMALL, layers=pattern) for pattern in ("*-|*-", "*-*-"))
     assert weight_bytes(cut, spread, 0) == weight_bytes(same, spread, 0)
+    # Tied embeddings are held once on one stage, and on both ends of a pipeline.
+    tied = dataclasses.replace(SMALL, tied=True)
+    assert weight_bytes(SMALL, Layout(), 0) - weight_bytes(tied, Layout(), 0) == 256 * 18
+    two = Layout(pipeline=2)
+    assert [weight_bytes(tied, two, s) for s in (0, 1)] == [weight_bytes(SMALL, two, s) for s in (0, 1)]
 
 
 def test_experts_replace_the_ffn_and_are_spread_over_ranks_of_their_own():
@@ -121,13 +124,6 @@ def test_weights_that_do_not_fit_alone_are_told_with_the_figure_and_a_cure_that_
     assert "raise --tensor-model" in problem and "add data-parallel ranks" not in problem
     with pytest.raises(WlbError, match="weights, gradients and optimizer state alone need"):
         fit_max_tokens(SEVEN_B, spread, needed // 4, window=64, alignment=8)
-
-
-def test_tied_embeddings_are_held_once_on_one_stage_and_on_both_ends_of_a_pipeline():
-    tied = dataclasses.replace(SMALL, tied=True)
-    assert weight_bytes(SMALL, Layout(), 0) - weight_bytes(tied, Layout(), 0) == 256 * 18
-    two = Layout(pipeline=2)
-    assert [weight_bytes(tied, two, s) for s in (0, 1)] == [weight_bytes(SMALL, two, s) for s in (0, 1)]
 
 
 def test_micro_batches_in_flight_are_those_of_megatrons_schedules():
@@ -160,7 +156,7 @@ def test_bytes_of_a_document_in_chunks_are_the_hand_computed_ones():
 
 
 @pytest.mark.parametrize("context", [1, 2])
-def test_the_longest_document_is_what_just_fits_beside_an_iterations_tokens(context):
+def test_the_longest_document_or_micro_batch_with_chunks_is_what_just_fits(context):
     layout = Layout(context=context, pipeline=2, micro_batches=4)
     room = chunked_bytes(SMALL, layout, longest=48, held=64 + 100, document=100)
 
@@ -190,14 +186,11 @@ def test_the_longest_micro_batch_with_chunks_is_what_just_fits(context):
 # --- the fit ---
 
 
-def test_lmax_is_what_just_fits_down_to_the_alignment():
+def test_lmax_is_what_just_fits_down_to_the_alignment_and_at_most_four_windows():
     room = memory_needed(SMALL, Layout(), 100)
     assert fit_max_tokens(SMALL, Layout(), room, margin=0, window=64, alignment=1) == 100
     assert fit_max_tokens(SMALL, Layout(), room - 1, margin=0, window=64, alignment=1) == 99
     assert fit_max_tokens(SMALL, Layout(), room, margin=0, window=64, alignment=8) == 96
-
-
-def test_lmax_is_at_most_four_windows():
     assert fit_max_tokens(SMALL, Layout(), H100, window=64, alignment=8) == 256
 
 
@@ -213,18 +206,9 @@ def test_lmax_below_a_window_and_a_quarter_is_refused_with_what_it_would_need():
 
 
 LAYOUTS = {
-    **{
-        "tensor": [1, 2, 4, 8],
-        "context": [1, 2, 3, 8],
-        "pipeline": [1, 2, 4],
-        "data": [1, 8],
-        "virtual": [1, 2],
-    },
-    **{
-        "micro_batches": range(1, 17),
-        "recompute": ["none", "selective", "full"],
-        "recompute_layers": range(1, 5),
-    },
+    **{"tensor": [1, 2, 4, 8], "context": [1, 2, 3, 8], "pipeline": [1, 2, 4], "data": [1, 8]},
+    **{"virtual": [1, 2], "micro_batches": range(1, 17), "recompute": ["none", "selective", "full"]},
+    **{"recompute_layers": range(1, 5)},
     **dict.fromkeys(("sequence", "distributed_optimizer", "recompute_block", "keep_keys"), (False, True)),
 }
 MODELS = {
@@ -316,15 +300,12 @@ def megatron_activation_bytes(args: Any, micro_batches: int) -> float:
     if not path.exists():
         pytest.skip("this megatron-core has no megatron/training/theoretical_memory_usage.py")
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    tree.body = [
-        node
-        for node in tree.body
-        if isinstance(node, ast.FunctionDef) and node.name == "compute_activation_memory"
-    ]
+    name = "compute_activation_memory"
+    tree.body = [node for node in tree.body if getattr(node, "name", "") == name]
     assert tree.body
     namespace: dict[str, Any] = {"math": math, "NUM_BYTES_IN_MEGABYTE": 1 << 20}
     exec(compile(tree, str(path), "exec"), namespace)
-    return float(namespace["compute_activation_memory"](args, micro_batches))
+    return float(namespace[name](args, micro_batches))
 
 
 @pytest.mark.parametrize("tensor", [1, 2, 8])
@@ -350,6 +331,8 @@ def test_kept_activations_of_a_7b_gpt_agree_with_megatrons_formula_within_three_
 
 
 # --- bad input ---
+
+fit_all = partial(fit_max_tokens, SMALL, Layout(), window=64, alignment=1)
 
 
 @pytest.mark.parametrize(
