@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +23,6 @@ from scripts.bench.attention.attention_steps import (
 )
 from wlb_megatron.attention.device_layout import device_layout
 from wlb_megatron.attention.kernels import kernel_choice
-from wlb_megatron.attention.kernels.before_training import GraphKernels
 from wlb_megatron.attention.kernels.torch_backend import TorchKernels
 from wlb_megatron.attention.sharded_attention import apply_sink, sink_gradient
 from wlb_megatron.report.table import write_csv
@@ -117,12 +116,13 @@ def breadth(_: Mixes, args: argparse.Namespace) -> None:
 def expect(plan: ShardPlan, x: SimpleNamespace, way: Way) -> None:
     """Have the kernels serve what they can of this plan as batches of equal sequences."""
     kv = keys_of(x, way)
+    kernels: Any = way.kernels  # those of Transformer Engine
     for rank in range(plan.cp_size):
         layout = device_layout(attention_layout(plan, rank, way.window), "cuda")
         near = layout.window or layout.single
         for call in [near.call] if near else [layout.diagonals, layout.rectangles]:
             if call and call.equal:
-                cast(GraphKernels, way.kernels).expect(call, x.q, kv)
+                kernels.expect(call, x.q, kv)
 
 
 def _te_errors(
