@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,10 @@ import numpy as np
 import pytest
 from test_documents_indexed import write_index
 
+import wlb_megatron
 from wlb_megatron import cli
+from wlb_megatron.config import WlbConfig
+from wlb_megatron.settings_flags import NOT_HERE
 
 EXAMPLE = (
     "inspect --window 16 --lengths 4,12 --micro-batches 1 --cp 2 --sharding per-document --packing original"
@@ -69,12 +73,15 @@ def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str,
     return code, out, err
 
 
-def test_an_interrupt_is_one_line(command, monkeypatch):
+def test_an_interrupt_is_one_line_and_an_error_reaches_the_shell(command, monkeypatch):
     def interrupted(args):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli, "_inspect", interrupted)
     assert command(EXAMPLE) == (130, "", "wlb_megatron: error: interrupted\n")
+    done = run("inspect --lengths missing.idx --window 16")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="no device that is always full")
@@ -172,31 +179,15 @@ def test_a_file_that_cannot_be_read_or_written_is_one_line_and_leaves_nothing(
     assert sorted(bad_files.iterdir()) == before
 
 
-def test_the_exit_code_reaches_the_shell():
-    done = run("inspect --lengths missing.idx --window 16")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "Traceback" not in done.stderr
+def test_the_version_is_printed_and_help_has_a_flag_for_every_setting_of_training(capsys):
+    def printed_by(*arguments: str) -> str:
+        with pytest.raises(SystemExit) as ended:
+            cli.main(arguments)
+        assert not ended.value.code
+        return capsys.readouterr().out
 
-
-def test_the_version_is_printed(capsys):
-    import wlb_megatron
-
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["--version"])
-    assert not ended.value.code
-    assert capsys.readouterr().out == f"wlb_megatron {wlb_megatron.__version__}\n"
-
-
-def test_every_setting_of_training_has_its_flag_here(capsys):
-    from dataclasses import fields
-
-    from wlb_megatron.config import WlbConfig
-    from wlb_megatron.settings_flags import NOT_HERE
-
-    with pytest.raises(SystemExit) as done:
-        cli.main(["inspect", "--help"])
-    assert done.value.code == 0
-    shown: Any = capsys.readouterr().out
+    assert printed_by("--version") == f"wlb_megatron {wlb_megatron.__version__}\n"
+    shown = printed_by("inspect", "--help")
     names = {setting.name for setting in fields(WlbConfig)} - set(NOT_HERE)
     assert all("--" + name.replace("_", "-") in shown for name in names)
     assert all("--wlb-" + name.replace("_", "-") in shown for name in names)

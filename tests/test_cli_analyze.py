@@ -59,19 +59,12 @@ def test_the_work_of_ranks_adds_up_to_the_work_of_the_documents() -> None:
 
 
 def analyze(
-    lengths: np.ndarray,
-    config: WlbConfig,
-    layout: Layout,
-    *,
-    window: int = 64,
-    micro_batches: int,
-    iterations: int,
-    seed: int | None,
+    lengths: np.ndarray, config: WlbConfig, layout: Layout, *, window: int = 64, **job: int | None
 ) -> Analysis:
+    """job: micro_batches, iterations and seed."""
     sizes = replace(layout, distributed_optimizer=True)
     model = LayerModel(shape=SHAPES["550M"], layout=sizes, assumptions=Assumptions(host_launch=0))
-    sizes_of_job = {"window": window, "micro_batches": micro_batches, "iterations": iterations}
-    return analyze_job(lengths, config, Job(model=model, **sizes_of_job, warm_up=0, seed=seed), split=False)
+    return analyze_job(lengths, config, Job(model=model, window=window, **job, warm_up=0), split=False)
 
 
 def from_json(
@@ -95,13 +88,10 @@ def from_json(
         for micro_batch in iteration["micro_batches"]:
             pad += sum(end - start for i, start, end in micro_batch["documents"] if i < 0)
             begins = {i: start for i, start, _ in reversed(micro_batch["documents"])}
-            shares = [
-                sum(
-                    end - start + ((end - begins[i]) ** 2 - (start - begins[i]) ** 2) / QUADRATIC_AT
-                    for i, start, end in rank
-                )
-                for rank in micro_batch["ranks"]
-            ]
+            shares = []
+            for rank in micro_batch["ranks"]:
+                rows = [(end - start, start - begins[i], end - begins[i]) for i, start, end in rank]
+                shares.append(sum(n + (end**2 - start**2) / QUADRATIC_AT for n, start, end in rows))
             cp_imbalance.append(max(shares) * len(shares) / sum(shares))
     of_long = [weight for length, weight in weights if length > 64 / 2]
     return {
@@ -341,14 +331,12 @@ def test_what_is_predicted_slower_is_not_recommended():
 
 
 def test_flags_without_effect_on_the_recommended_packing_are_left_out() -> None:
-    config = WlbConfig(
-        balance_batches=4, solver_seconds=0.5, max_delay=3, max_tokens=100, token_weights="equal"
-    )
+    limits = {"max_delay": 3, "max_tokens": 100, "token_weights": "equal"}
+    config = WlbConfig(balance_batches=4, solver_seconds=0.5, **limits)
     arrival = flags_of(replace(config, packing="original"))
     assert arrival == "--wlb-packing original --wlb-token-weights equal"
-    assert flags_of(replace(config, packing="fixed-solver")) == (
-        "--wlb-packing fixed-solver --wlb-balance-batches 4 --wlb-solver-seconds 0.5 --wlb-token-weights equal"
-    )
+    solver = "--wlb-packing fixed-solver --wlb-balance-batches 4 --wlb-solver-seconds 0.5"
+    assert flags_of(replace(config, packing="fixed-solver")) == f"{solver} --wlb-token-weights equal"
     assert flags_of(config) == "--wlb-max-tokens 100 --wlb-max-delay 3 --wlb-token-weights equal"
 
 
@@ -420,17 +408,15 @@ def test_settings_slower_than_the_searchs_first_are_not_called_steadier(analysis
     windows = Gain("windows", replace(CONFIG, packing="fixed-greedy"), None, 1.02, 1.02, 0.8)
 
     def last(first_slowest: float, by_token: float) -> str:
-        first = replace(
-            given, flags="--a", tokens_per_second=speed * by_token, slowest=first_slowest * slowest
-        )
+        times = {"tokens_per_second": speed * by_token, "slowest": first_slowest * slowest}
+        first = replace(given, flags="--a", **times)
         searched = Searched(given, (first,), 1, 2)
         print_analysis(replace(analysis, after=after, gains=(windows,), searched=searched))
         return capsys.readouterr().out.splitlines()[-1]
 
     assert last(1.04, 1.5).startswith("flags: --a (") and last(1.1, 1.5) == "steadier: none found"
-    assert last(1.1, 1.12) == "flags, steadier: --wlb-packing fixed-greedy --wlb-quadratic-at 40.0", (
-        "0.9 of the speed stays"
-    )
+    flags = "--wlb-packing fixed-greedy --wlb-quadratic-at 40.0"
+    assert last(1.1, 1.12) == f"flags, steadier: {flags}", "0.9 of the speed stays"
 
 
 def test_a_fuller_step_than_arrival_orders_names_a_steadier_setting_or_none(analysis, capsys):
@@ -457,10 +443,9 @@ def test_the_searchs_first_names_its_slowest_step_and_steadier_settings(analysis
     given = Found(as_given(analysis.job, CONFIG), "", speed, 100.0, 0, {}, 1.0)
 
     def ending(*found: tuple[str, float, float], first: float = 1.2, slow: float = 130) -> list[str]:
-        best = [("--a", first, slow), *found]
         rows = [
             replace(given, flags=flags, tokens_per_second=speed * by_token, slowest=slowest)
-            for flags, by_token, slowest in best
+            for flags, by_token, slowest in [("--a", first, slow), *found]
         ]
         searched = Searched(given, tuple(rows), 3, 2)
         print_analysis(replace(analysis, gains=(), searched=searched))
@@ -511,9 +496,8 @@ def test_pictures_are_written_whole_and_nothing_beside_them(tmp_path, command):
     assert code == 0, err
     assert {path.stem for path in out.iterdir()} == {"delay", "lengths", "step", "timeline", "work"}
     assert {path.suffix for path in out.iterdir()} == {".png"}
-    assert all(
-        path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000 for path in out.iterdir()
-    )
+    pictures = [path.read_bytes() for path in out.iterdir()]
+    assert all(picture.startswith(b"\x89PNG") and len(picture) > 5000 for picture in pictures)
 
 
 def test_numpy_alone_is_enough_without_pictures_and_pictures_ask_for_matplotlib() -> None:
@@ -545,7 +529,5 @@ def test_a_choice_of_chunks_that_is_not_the_fastest_names_the_trade(tmp_path, re
     assert reports[faster, False]["trade"] is None and reports[slower, True]["trade"] is None
     trade = reports[slower, False]["trade"]
     assert trade["flag"] == f"--wlb-chunks {faster}"
-    assert trade["other"][0] == pytest.approx(speeds[faster]) and trade["chosen"][0] == pytest.approx(
-        speeds[slower]
-    )
+    assert (trade["other"][0], trade["chosen"][0]) == pytest.approx((speeds[faster], speeds[slower]))
     assert trade["other"][1] == pytest.approx(reports[faster, True]["results"]["after"]["step_ms"]["max"])

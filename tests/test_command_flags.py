@@ -109,10 +109,8 @@ OF_LAUNCH_COMMANDS = """data-path data-args-path per-split-data-args-path split 
 
 
 def names(parser: argparse.ArgumentParser) -> set[str]:
-    return {action.option_strings[-1][2:] for action in parser._actions} - {
-        "help",
-        *OF_LAUNCH_COMMANDS.split(),
-    }
+    flags = {action.option_strings[-1][2:] for action in parser._actions}
+    return flags - {"help", *OF_LAUNCH_COMMANDS.split()}
 
 
 def test_the_table_holds_every_flag_of_analyze():
@@ -127,10 +125,9 @@ def test_the_table_holds_every_flag_of_analyze():
 def test_every_flag_of_analyze_changes_what_is_simulated(beside, reported):
     line = f"{QUICK} {LENGTHS} {LAYOUT} {beside}"
     before = reported(line)["results"]
-    changes = [(flag, value) for flag, (value, others) in ANALYZE.items() if others == beside]
-    assert not [
-        flag for flag, value in changes if reported(f"{line} --{flag} {value}")["results"] == before
-    ], "changed nothing"
+    for flag, (value, others) in ANALYZE.items():
+        if others == beside:
+            assert reported(f"{line} --{flag} {value}")["results"] != before, f"{flag} changed nothing"
 
 
 KNOWN = "--model 550M --recompute full --gpu-memory 200"
@@ -161,26 +158,15 @@ def test_every_flag_of_inspect_changes_its_plans_or_is_refused(reported, refused
     assert shown == set(INSPECT) | set(none)
     base = "inspect --window 64 --micro-batches 2 --cp 2 --thresholds 60 --chunks off"
     base += " --lengths 64,40,9,64,17,28,33,50,100,8,8,8"
-    idle = [
-        flag
-        for flag, (value, beside) in INSPECT.items()
-        if reported(f"{base} {beside} --{flag} {value}") == reported(f"{base} {beside}")
-    ]
-    assert not idle
+    for flag, (value, beside) in INSPECT.items():
+        assert reported(f"{base} {beside} --{flag} {value}") != reported(f"{base} {beside}"), flag
     for flag, value in none.items():
         assert f"--{flag}" in refused(f"{base} --{flag} {value}")
 
 
 REPRODUCE = {
-    "lengths": "{}",
-    "lengths-of": "64",
-    "no-stretch": "",
-    "iterations": "7",
-    "seed": "7",
-    "micro-batches-per-window": "2",
-    "no-large-job": "",
-    "kernel-table": "h200",
-    "network-gbps": "0.016",
+    **{"lengths": "{}", "lengths-of": "64", "no-stretch": "", "iterations": "7", "seed": "7"},
+    **{"micro-batches-per-window": "2", "no-large-job": "", "kernel-table": "h200", "network-gbps": "0.016"},
     **{name: ANALYZE[name][0] for name in ANALYZE if name.replace("-", "_") in vars(reproduction.REPRODUCED)},
 }
 
@@ -216,168 +202,132 @@ JOBS = {
 TRAINING = "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 64 --global-batch-size 8"
 
 
+REFUSED = """
+# lengths
+inspect --lengths 4,-12 => document 1 has a negative length (-12)
+inspect --lengths 4,,12 => cannot read lengths '4,,12': '' is not an integer
+inspect --lengths 4,x => cannot read lengths '4,x': 'x' is not an integer below 2**63; give integers with
+inspect --lengths [4,12] => '[4' is not an integer
+inspect --lengths '1e3;4' => '1e3;4' is not an integer
+inspect --lengths '' => cannot read lengths ''
+inspect --lengths 4.5 => cannot read lengths '4.5': '4.5' is not an integer
+inspect --lengths 99999999999999999999 => cannot read lengths
+inspect --lengths 0,0 => no token to train on in 2 documents
+analyze --lengths 0 => no token to train on
+inspect --lengths 99999999999 => document 0 has more than 2147483647 tokens
+# numbers that are none, or out of range
+inspect --window 0 => --window: '0' is not a whole number from 1 to 1073741824
+analyze --window 0 => is not a whole number from 1
+inspect --window many => --window: 'many' is not a whole number from 1 to 1073741824
+inspect --window 99999999999999999999 => --window: '99999999999999999999' is not a whole number
+inspect --cp 0 => --cp: '0' is not a whole number from 1 to 65536
+inspect --dp 99999999999999999999 => --dp: '99999999999999999999' is not
+analyze --pp 0 => is not a whole number from 1
+inspect --micro-batches 99999999999999999999 => --micro-batches: '99999999999999999999' is not
+inspect --max-delay -1 => wlb_megatron: error: --max-delay -1 must be from 0 to 1048576
+inspect --max-tokens 99999999999999999999 => --max-tokens 99999999999999999999 must be from 1 to
+inspect --document-cost nan => wlb_megatron: error: --document-cost nan must be from 0 to
+inspect --document-cost inf => --document-cost inf must be from 0 to
+inspect --quadratic-at nan => --quadratic-at nan must be from 1 to
+inspect --quadratic-at 1e-320 => --quadratic-at 1e-320 must be from 1 to
+inspect --solver-seconds nan => --solver-seconds nan must be from 0.001 to
+inspect --solver-seconds -1 => --solver-seconds -1.0 must be from 0.001 to
+inspect --thresholds nan => wlb_megatron: error: --thresholds 'nan' are not auto
+analyze --iterations 0 => --iterations: '0' is not a whole number from 1
+analyze --iterations -1 => is not a whole number from 1
+analyze --seed -2 => --seed: '-2' is not a whole number from -1
+analyze --matmul-rate nan => --matmul-rate: 'nan' is not a number from 0
+analyze --matmul-rate 0 => wlb_megatron: error: --matmul-rate must be positive, got 0.0
+analyze --tp-exposed 2 => wlb_megatron: error: --tp-exposed is a share from 0 to 1, got 2.0
+analyze --step-overhead -1 => --step-overhead: '-1' is not a number from 0
+analyze --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size -1 => is not a whole number from 1
+profile --budget nan => --budget: 'nan' is not a number from 0
+profile --num-attention-heads 0 => --num-attention-heads: '0' is not a whole number
+reproduce --lengths-of 0 => --lengths-of: '0' is not a whole number from 1
+# sizes that do not fit each other
+inspect --max-tokens 17 --chunks off => wlb_megatron: error: --max-tokens of 17 is below 1.25 windows
+{} --max-tokens 65 --chunks off => set --max-tokens to 80 or more
+analyze --hidden-size 100 --num-attention-heads 3 => --hidden-size 100 is not a multiple of
+analyze --num-query-groups 5 => --num-attention-heads 32 is not a multiple of --num-query-groups 5
+{} --world-size 6 --tp 4 => 6 GPUs are not a multiple of --tp 4
+analyze --pp 5 => --num-layers 32 cannot be divided over --pp 5: choose a divisor of 32, or of 34
+analyze --pp 4 --vpp 3 => --num-layers 32 cannot be divided over --pp 4 x --vpp 3
+{} --vpp 2 => --vpp 2 changes nothing without --pp above 1
+analyze --tp 3 => --num-attention-heads 32 is not a multiple of the tensor-parallel size 3
+profile --tp 3 => --num-attention-heads 32 is not a multiple of the tensor-parallel size 3
+analyze --tp 8 --num-attention-heads 48 --num-query-groups 12 --kv-channels 128 => neither a multiple nor a
+analyze --tp 2 --ffn-hidden-size 1001 => --ffn-hidden-size 1001 is not a multiple of --tp 2
+analyze --cp 3 => --window of 64 tokens is not a multiple of 3
+analyze --num-experts 3 --expert-model-parallel-size 2 --dp 2 => --num-experts 3 is not a multiple of
+analyze --num-experts 4 --expert-model-parallel-size 4 --dp 2 => 2 ranks (--tp x --cp x --dp) are not a multiple
+analyze --num-experts 4 --expert-tensor-parallel-size 4 => 1 ranks (--tp x --cp x --dp) are not a multiple
+analyze --num-experts 2 --moe-router-topk 3 => --moe-router-topk 3 is above --num-experts 2
+# choices, places and commands that there are not
+inspect --packing best => invalid choice: 'best'
+inspect --sharding best => invalid choice: 'best'
+inspect --unknown 1 => unrecognized arguments: --unknown
+{} --data-path c => cannot read index c.idx
+analyze --pictures /dev/null/pictures => cannot write to
+# flags that would change nothing, or that only training has
+{} --rehearsal always => only affects training
+{} --fresh-order => only affects training
+{} --regather-keys banana => unrecognized arguments: banana
+inspect --wlb-token-weights equal => wlb_megatron: error: --wlb-token-weights only affects training
+inspect --regather-keys --iterations 1 => --regather-keys
+{} --micro-batches 2 --global-batch-size 2 => say the same: give one
+inspect --num-experts 2 => unrecognized arguments: --num-experts 2 (see wlb-megatron inspect
+inspect --model 7B => --model changes nothing without --gpu-memory
+inspect --gpu-memory 80 => --gpu-memory changes nothing without a model (--model or --hidden-size)
+inspect --memory-margin 0.2 => --memory-margin changes nothing without a model
+inspect --wlb-recompute off => --wlb-recompute changes nothing without a model
+inspect --recompute full => --recompute-granularity changes nothing without a model
+inspect --model 7B --gpu-memory 80 --wlb-recompute off => changes nothing without --recompute-gran
+{} --model 7B --gpu-memory 80 --recompute-method block => changes nothing without --recompute-gran
+{} --solver-seconds 2 => without --packing fixed-solver or --cp-mode dynamic
+{} --packing original --thresholds 9 => changes nothing without --packing varlen
+{} --packing fixed-greedy --max-delay 3 => changes nothing without --packing varlen
+{} --balance-batches 2 => without --packing fixed-greedy or fixed-solver
+{} --release full --micro-batches-per-window 2 => changes nothing without --release balance
+analyze --moe-router-topk 2 => --moe-router-topk needs --num-experts
+reproduce --lengths-of 64 => seeded lengths
+# what cannot be trained
+analyze --num-experts 4 --moe-router-load-balancing-type aux_loss --cp-mode dynamic => a router's loss
+analyze --trace t.json --cp-mode dynamic => --trace supports only fixed groups
+inspect --cp-mode dynamic => use wlb-megatron analyze
+# one token each: there is no loss
+analyze --lengths 1,0,1,1 --micro-batches 2 => nothing to train
+# launch commands
+analyze -- TRAINING => give --world-size before --
+analyze --world-size 3 -- TRAINING => --global-batch-size 8 is not a multiple of the data-parallel size 3
+analyze --world-size 1 --micro-batches 2 -- TRAINING => say the same: give one
+analyze --world-size 1 --lr 1 -- TRAINING => unrecognized arguments: --lr 1
+analyze --world-size 1 -- make TRAINING => no training script
+analyze --world-size 2 --dp 1 -- TRAINING => --dp 1 is not what --world-size 2 says (2)
+"""
+"""What a command is given beside its job, and words of the line that it ends with; {}: inspect and analyze."""
+CASES = [tuple(row.split(" => ")) for row in REFUSED.splitlines() if " => " in row]
+# Flags that only training has.
+CASES += [(f"{{}} --{name.replace('_', '-')}", "only affects training") for name in NOT_HERE[1:6:2]]
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        # lengths
-        ("inspect --lengths 4,-12", "document 1 has a negative length (-12)"),
-        ("inspect --lengths 4,,12", "cannot read lengths '4,,12': '' is not an integer"),
-        (
-            "inspect --lengths 4,x",
-            "cannot read lengths '4,x': 'x' is not an integer below 2**63; give integers with",
-        ),
-        ("inspect --lengths [4,12]", "'[4' is not an integer"),
-        ("inspect --lengths '1e3;4'", "'1e3;4' is not an integer"),
-        ("inspect --lengths ''", "cannot read lengths ''"),
         pytest.param(f"inspect --lengths 4,{5000 * '9'}", "cannot read lengths '4,999", id="a long number"),
-        ("inspect --lengths 4.5", "cannot read lengths '4.5': '4.5' is not an integer"),
-        ("inspect --lengths 99999999999999999999", "cannot read lengths"),
-        ("inspect --lengths 0,0", "no token to train on in 2 documents"),
-        ("analyze --lengths 0", "no token to train on"),
-        ("inspect --lengths 99999999999", "document 0 has more than 2147483647 tokens"),
-        # numbers that are none, or out of range
-        ("inspect --window 0", "--window: '0' is not a whole number from 1 to 1073741824"),
-        ("analyze --window 0", "is not a whole number from 1"),
-        ("inspect --window many", "--window: 'many' is not a whole number from 1 to 1073741824"),
-        ("inspect --window 99999999999999999999", "--window: '99999999999999999999' is not a whole number"),
-        ("inspect --cp 0", "--cp: '0' is not a whole number from 1 to 65536"),
-        ("inspect --dp 99999999999999999999", "--dp: '99999999999999999999' is not"),
-        ("analyze --pp 0", "is not a whole number from 1"),
-        ("inspect --micro-batches 99999999999999999999", "--micro-batches: '99999999999999999999' is not"),
-        ("inspect --max-delay -1", "wlb_megatron: error: --max-delay -1 must be from 0 to 1048576"),
-        ("inspect --max-tokens 99999999999999999999", "--max-tokens 99999999999999999999 must be from 1 to"),
-        ("inspect --document-cost nan", "wlb_megatron: error: --document-cost nan must be from 0 to"),
-        ("inspect --document-cost inf", "--document-cost inf must be from 0 to"),
-        ("inspect --quadratic-at nan", "--quadratic-at nan must be from 1 to"),
-        ("inspect --quadratic-at 1e-320", "--quadratic-at 1e-320 must be from 1 to"),
-        ("inspect --solver-seconds nan", "--solver-seconds nan must be from 0.001 to"),
-        ("inspect --solver-seconds -1", "--solver-seconds -1.0 must be from 0.001 to"),
-        ("inspect --thresholds nan", "wlb_megatron: error: --thresholds 'nan' are not auto"),
-        ("analyze --iterations 0", "--iterations: '0' is not a whole number from 1"),
-        ("analyze --iterations -1", "is not a whole number from 1"),
-        ("analyze --seed -2", "--seed: '-2' is not a whole number from -1"),
-        ("analyze --matmul-rate nan", "--matmul-rate: 'nan' is not a number from 0"),
-        ("analyze --matmul-rate 0", "wlb_megatron: error: --matmul-rate must be positive, got 0.0"),
-        ("analyze --tp-exposed 2", "wlb_megatron: error: --tp-exposed is a share from 0 to 1, got 2.0"),
-        ("analyze --step-overhead -1", "--step-overhead: '-1' is not a number from 0"),
-        (
-            "analyze --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size -1",
-            "is not a whole number from 1",
-        ),
-        ("profile --budget nan", "--budget: 'nan' is not a number from 0"),
-        ("profile --num-attention-heads 0", "--num-attention-heads: '0' is not a whole number"),
-        ("reproduce --lengths-of 0", "--lengths-of: '0' is not a whole number from 1"),
-        # sizes that do not fit each other
-        (
-            "inspect --max-tokens 17 --chunks off",
-            "wlb_megatron: error: --max-tokens of 17 is below 1.25 windows",
-        ),
-        ("{} --max-tokens 65 --chunks off", "set --max-tokens to 80 or more"),
-        ("analyze --hidden-size 100 --num-attention-heads 3", "--hidden-size 100 is not a multiple of"),
         (
             "analyze --hidden-size 96 --num-attention-heads 32 --num-query-groups 5",
             "--num-attention-heads 32 is not a multiple of --num-query-groups 5",
         ),
-        (
-            "analyze --num-query-groups 5",
-            "--num-attention-heads 32 is not a multiple of --num-query-groups 5",
-        ),
-        ("{} --world-size 6 --tp 4", "6 GPUs are not a multiple of --tp 4"),
-        ("analyze --pp 5", "--num-layers 32 cannot be divided over --pp 5: choose a divisor of 32, or of 34"),
-        ("analyze --pp 4 --vpp 3", "--num-layers 32 cannot be divided over --pp 4 x --vpp 3"),
-        ("{} --vpp 2", "--vpp 2 changes nothing without --pp above 1"),
-        ("analyze --tp 3", "--num-attention-heads 32 is not a multiple of the tensor-parallel size 3"),
-        ("profile --tp 3", "--num-attention-heads 32 is not a multiple of the tensor-parallel size 3"),
-        (
-            "analyze --tp 8 --num-attention-heads 48 --num-query-groups 12 --kv-channels 128",
-            "neither a multiple nor a",
-        ),
-        ("analyze --tp 2 --ffn-hidden-size 1001", "--ffn-hidden-size 1001 is not a multiple of --tp 2"),
-        ("analyze --cp 3", "--window of 64 tokens is not a multiple of 3"),
-        (
-            "analyze --num-experts 3 --expert-model-parallel-size 2 --dp 2",
-            "--num-experts 3 is not a multiple of",
-        ),
-        (
-            "analyze --num-experts 4 --expert-model-parallel-size 4 --dp 2",
-            "2 ranks (--tp x --cp x --dp) are not a multiple",
-        ),
-        (
-            "analyze --num-experts 4 --expert-tensor-parallel-size 4",
-            "1 ranks (--tp x --cp x --dp) are not a multiple",
-        ),
-        ("analyze --num-experts 2 --moe-router-topk 3", "--moe-router-topk 3 is above --num-experts 2"),
-        # choices, places and commands that there are not
-        ("inspect --packing best", "invalid choice: 'best'"),
-        ("inspect --sharding best", "invalid choice: 'best'"),
-        ("inspect --unknown 1", "unrecognized arguments: --unknown"),
-        ("{} --data-path c", "cannot read index c.idx"),
-        ("analyze --pictures /dev/null/pictures", "cannot write to"),
-        # flags that would change nothing, or that only training has
-        *((f"{{}} --{name.replace('_', '-')}", "only affects training") for name in NOT_HERE[1:6:2]),
-        ("{} --rehearsal always", "only affects training"),
-        ("{} --fresh-order", "only affects training"),
-        ("{} --regather-keys banana", "unrecognized arguments: banana"),
-        (
-            "inspect --wlb-token-weights equal",
-            "wlb_megatron: error: --wlb-token-weights only affects training",
-        ),
-        ("inspect --regather-keys --iterations 1", "--regather-keys"),
-        ("{} --micro-batches 2 --global-batch-size 2", "say the same: give one"),
-        ("inspect --num-experts 2", "unrecognized arguments: --num-experts 2 (see wlb-megatron inspect"),
-        ("inspect --model 7B", "--model changes nothing without --gpu-memory"),
-        (
-            "inspect --gpu-memory 80",
-            "--gpu-memory changes nothing without a model (--model or --hidden-size)",
-        ),
-        ("inspect --memory-margin 0.2", "--memory-margin changes nothing without a model"),
-        ("inspect --wlb-recompute off", "--wlb-recompute changes nothing without a model"),
-        ("inspect --recompute full", "--recompute-granularity changes nothing without a model"),
-        (
-            "inspect --model 7B --gpu-memory 80 --wlb-recompute off",
-            "changes nothing without --recompute-gran",
-        ),
-        (
-            "{} --model 7B --gpu-memory 80 --recompute-method block",
-            "changes nothing without --recompute-gran",
-        ),
-        ("{} --solver-seconds 2", "without --packing fixed-solver or --cp-mode dynamic"),
-        ("{} --packing original --thresholds 9", "changes nothing without --packing varlen"),
-        ("{} --packing fixed-greedy --max-delay 3", "changes nothing without --packing varlen"),
-        ("{} --balance-batches 2", "without --packing fixed-greedy or fixed-solver"),
-        ("{} --release full --micro-batches-per-window 2", "changes nothing without --release balance"),
-        ("analyze --moe-router-topk 2", "--moe-router-topk needs --num-experts"),
-        ("reproduce --lengths-of 64", "seeded lengths"),
-        # what cannot be trained
-        (
-            "analyze --num-experts 4 --moe-router-load-balancing-type aux_loss --cp-mode dynamic",
-            "a router's loss",
-        ),
-        ("analyze --trace t.json --cp-mode dynamic", "--trace supports only fixed groups"),
-        ("inspect --cp-mode dynamic", "use wlb-megatron analyze"),
-        (
-            "analyze --lengths 1,0,1,1 --micro-batches 2",
-            "nothing to train",
-        ),  # one token each: there is no loss
         (  # it would go through the corpus that often a step, for minutes
             "analyze --lengths 5,6,7 --window 131072 --micro-batches 4",
             "a step of 524,288 tokens is 29,127 times all documents (18 tokens)",
         ),
-        # launch commands
-        (f"analyze -- {TRAINING}", "give --world-size before --"),
-        (
-            f"analyze --world-size 3 -- {TRAINING}",
-            "--global-batch-size 8 is not a multiple of the data-parallel size 3",
-        ),
-        (f"analyze --world-size 1 --micro-batches 2 -- {TRAINING}", "say the same: give one"),
-        (f"analyze --world-size 1 --lr 1 -- {TRAINING}", "unrecognized arguments: --lr 1"),
-        (f"analyze --world-size 1 -- make {TRAINING}", "no training script"),
-        (f"analyze --world-size 2 --dp 1 -- {TRAINING}", "--dp 1 is not what --world-size 2 says (2)"),
+        *CASES,
     ],
 )
 def test_what_cannot_be_or_would_change_nothing_is_refused_in_one_line(line, message, refused):
     for name in ("inspect", "analyze") if "{}" in line else (line.split()[0],):
-        words = line.format(name).removeprefix(name)
+        words = line.replace("TRAINING", TRAINING).format(name).removeprefix(name)
         assert message in refused(f"{name} {JOBS[name]} {words}")
 
 
@@ -386,13 +336,11 @@ def test_a_missing_or_unknown_command_is_one_line(line, refused):
     refused(line)
 
 
-def test_a_corpus_with_one_loss_is_no_more_refused(printed):
-    assert "nothing to train" not in printed(
-        "analyze --no-split --window 16 --micro-batches 2 --iterations 2 --lengths 1,0,1,2"
-    )
-
-
-def test_inspects_warnings_leave_its_json_alone(command):
+def test_a_corpus_with_one_loss_is_no_more_refused_and_inspects_warnings_leave_its_json_alone(
+    command, printed
+):
+    job = "analyze --no-split --window 16 --micro-batches 2 --iterations 2 --lengths 1,0,1,2"
+    assert "nothing to train" not in printed(job)
     code, out, err = command("inspect --lengths 1,1 --window 16 --json -")
     assert (code, err.count("\n")) == (0, 1) and "WARNING: nothing to train" in err
     assert json.loads(out)["iterations"]
@@ -401,17 +349,14 @@ def test_inspects_warnings_leave_its_json_alone(command):
 @pytest.mark.parametrize("name", ["inspect", "analyze --no-split"])
 def test_thresholds_and_delay_are_not_ignored_where_documents_train_in_chunks(name, printed, refused):
     job = f"{name} --lengths 9,30,64,20,17,50 --window 64 --micro-batches 4 --pp 2 --iterations 2"
-    lines = printed(f"{job} --chunks on --thresholds 20").splitlines()
-    unused = "--thresholds 20 is not used: documents in chunks never wait"
-    assert sum(unused in line for line in lines) == 1
-    lines = printed(f"{job} --chunks on --batch-spread 1.25").splitlines()
-    assert sum("--batch-spread 1.25 bounds nothing: documents in chunks" in line for line in lines) == 1
-    assert (
-        "--chunks on cannot be combined with --max-delay 3: documents in chunks never wait; leave it out"
-        in refused(f"{job} --chunks on --max-delay 3")
-    )
-    lines = printed(f"{job} --max-delay 3").splitlines()
-    assert sum("documents in chunks: no (not with --max-delay 3; chunks would" in line for line in lines) == 1
+    for flags, words in {
+        "--chunks on --thresholds 20": "--thresholds 20 is not used: documents in chunks never wait",
+        "--chunks on --batch-spread 1.25": "--batch-spread 1.25 bounds nothing: documents in chunks",
+        "--max-delay 3": "documents in chunks: no (not with --max-delay 3; chunks would",
+    }.items():
+        assert sum(words in line for line in printed(f"{job} {flags}").splitlines()) == 1
+    line = "--chunks on cannot be combined with --max-delay 3: documents in chunks never wait; leave it out"
+    assert line in refused(f"{job} --chunks on --max-delay 3")
     assert "in chunks: yes" in printed(f"{job} --chunks on --max-delay 0")
 
 

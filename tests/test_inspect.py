@@ -33,18 +33,20 @@ def inspect(lengths: list[int], window: int, **options: Any) -> list[dict[str, A
 # --- worked examples ---
 
 
-def test_two_documents_over_two_ranks_by_sequence() -> None:
+def test_two_documents_over_two_ranks_by_sequence_and_one_padded_by_a_last_piece_of_id_minus_1():
     (iteration,) = inspect([4, 12], 16, cp=2, sharding="per-sequence")
     # Slices of 4: rank 0 has packed tokens 0-3 and 12-15, rank 1 has 4-11.
     assert iteration["micro_batches"][0]["ranks"] == [[[0, 0, 4], [1, 8, 12]], [[1, 0, 8]]]
-
-
-def test_tokens_that_do_not_divide_are_padded_by_a_last_piece_of_id_minus_1() -> None:
     (iteration,) = inspect([7], 8, cp=2)
     (micro_batch,) = iteration["micro_batches"]
     assert micro_batch["documents"] == [[0, 0, 7], [-1, 0, 1]]
     # Chunks of document 0: 2 2 2 1; the padding's one token lengthens the slot where the cursor stands, the last.
     assert micro_batch["ranks"] == [[[0, 0, 2], [0, 6, 7], [-1, 0, 1]], [[0, 2, 6]]]
+    (iteration,) = inspect([6, 10], 8, micro_batches=2, cp=2)
+    assert iteration["micro_batches"][1]["ranks"] == [
+        [[1, 2, 4], [1, 7, 8], [1, 9, 10]],
+        [[1, 4, 7], [1, 8, 9]],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -68,25 +70,19 @@ def test_original_cuts_at_the_window_and_the_pieces_stand_apart_each_with_its_ow
     assert [m["documents"] for m in second["micro_batches"]] == [[[2, 0, 8]], [[2, 8, 16]]]
 
 
-def test_segments_of_a_cut_document_count_from_the_documents_start() -> None:
-    (iteration,) = inspect([6, 10], 8, micro_batches=2, cp=2)
-    assert iteration["micro_batches"][1]["ranks"] == [
-        [[1, 2, 4], [1, 7, 8], [1, 9, 10]],
-        [[1, 4, 7], [1, 8, 9]],
-    ]
-
-
 def test_the_list_of_micro_batches_is_micro_batch_major() -> None:
     (iteration,) = inspect([4] * 6, 4, micro_batches=3, dp=2)
     assert [m["dp"] for m in iteration["micro_batches"]] == [0, 1, 0, 1, 0, 1]
     assert [m["documents"][0][0] for m in iteration["micro_batches"]] == [0, 1, 2, 3, 4, 5]
 
 
-def test_intake_takes_the_document_that_crosses_and_no_more() -> None:
+def test_intake_takes_the_document_that_crosses_and_no_more_and_iterations_stop_early():
     iterations = inspect([5, 5, 5, 5, 5], 8)
     # Totals reach 8, 16, 24: iteration 0 takes 5 + 5, iteration 1 takes two more, iteration 2 one.
     assert [[row[0] for row in it["arrived"]] for it in iterations] == [[0, 1], [2, 3], [4], []]
     assert [it["waiting"] for it in iterations][:2] == [[[1, 3, 5]], [[3, 1, 5]]]
+    (only,) = inspect([5, 5, 5, 5, 5], 8, iterations=1)
+    assert only["waiting"] == [[1, 3, 5]]
 
 
 OUTLIERS = {"micro_batches": 2, "packing": "varlen", "thresholds": "8", "quadratic_at": 1}
@@ -110,16 +106,7 @@ def test_max_delay_forces_a_lone_outlier_in() -> None:
     assert next(i for i, ids in enumerate(trained) if 0 in ids) == 2
 
 
-def test_iterations_stops_early_and_says_what_waits() -> None:
-    (only,) = inspect([5, 5, 5, 5, 5], 8, iterations=1)
-    assert only["waiting"] == [[1, 3, 5]]
-
-
 # --- faults that others' users met ---
-
-
-def test_trailing_zero_lengths_change_nothing() -> None:
-    assert inspect([16, 24, 0, 0], 64, cp=2) == inspect([16, 24], 64, cp=2)
 
 
 @pytest.mark.parametrize("packing", QUICK_PACKINGS)
@@ -130,14 +117,17 @@ def test_a_document_of_the_window_is_whole_and_one_more_token_follows_the_policy
     assert _trained(inspect([9, 2], 8, packing=packing, overlong="drop")) == [[1, 0, 2]]
 
 
-def test_a_document_counts_as_many_tokens_as_are_stored() -> None:
+def test_a_document_counts_as_many_tokens_as_are_stored_and_trailing_zero_lengths_change_nothing():
     """No hidden token more: 16 stored run as 16, without padding; a cap of 150000 is reachable."""
+    with pytest.raises(WlbError, match="quadratic_at must be positive"):
+        inspect([4, 12], 16, quadratic_at=0.0)
     (iteration,) = inspect([16], 16, tp=4, cp=4)
     assert iteration["micro_batches"][0]["documents"] == [[0, 0, 16]]
     (iteration,) = inspect(
         [99_999, 50_001], 100_000, packing="varlen", max_tokens=150_000, tp=16, thresholds="none"
     )
     assert [m["documents"] for m in iteration["micro_batches"]] == [[[0, 0, 99_999], [1, 0, 50_001]]]
+    assert inspect([16, 24, 0, 0], 64, cp=2) == inspect([16, 24], 64, cp=2)
 
 
 def test_ids_and_positions_beyond_32_bits_are_exact() -> None:
@@ -218,20 +208,6 @@ def test_every_plan_trains_each_token_once_on_one_rank_and_has_no_empty_row(leng
             if number < len(iterations) - 1:
                 assert documents[0][0] >= 0  # only a drain's last iteration may hold padding alone
     assert iterations[-1]["waiting"] == []
-
-
-# --- bad input ---
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"quadratic_at": 0.0}, "quadratic_at must be positive"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(WlbError, match=message):
-        inspect([4, 12], 16, **options)
 
 
 # --- with a model: which layers each step keeps ---

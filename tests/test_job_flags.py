@@ -8,13 +8,13 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from plan_checks import validate_groups
 from test_cli import ROOT
 from test_documents_indexed import write_index
+from training_jobs import trainer_with
 
 from wlb_megatron.dynamic.plan import Stage
 from wlb_megatron.errors import WlbError
@@ -25,14 +25,6 @@ from wlb_megatron.simulator.job_flags import add_job, read_job
 from wlb_megatron.workload.memory import GIB
 
 LENGTHS = np.tile([400, 4000, 900, 300, 8192, 1200], 40)
-
-MEGATRON = {
-    "pipeline_model_parallel_size": 4,
-    "tensor_model_parallel_size": 1,
-    "expert_model_parallel_size": 1,
-    "expert_tensor_parallel_size": None,
-    "moe_router_load_balancing_type": "aux_loss",
-}
 
 
 def parsed(flags: str) -> argparse.Namespace:
@@ -77,20 +69,28 @@ def job(flags: str = "") -> Job:
         ),
     ],
 )
-def test_the_commands_know_trainings_limits_of_chunks(flags: str, megatron: dict[str, object]) -> None:
-    pytest.importorskip("megatron.core")
-    from wlb_megatron.plugin.flags.training_job import trainer_of
-
-    trained = trainer_of(SimpleNamespace(**{**MEGATRON, **megatron}))
-    assert job(flags).trainer == replace(trained, release=None)
+def test_the_commands_know_trainings_limits_of_chunks(flags, megatron):
+    assert job(flags).trainer == replace(trainer_with(**megatron), release=None)
 
 
-def test_documents_train_in_chunks_unless_the_trainer_cannot() -> None:
+def test_chunks_that_cannot_be_trained_or_whose_keys_cross_a_slow_network_are_not_chosen(refused):
     def chunked(flags: str) -> bool:
         return isinstance(job(flags).planner(LENGTHS, settings(parsed(flags))).packer, ChunkPacker)
 
     assert chunked("--num-experts 8 --host-launch 0 --expert-rows 0")
     assert not chunked("--cpu-offloading-num-layers 1 --thresholds none")
+
+    def chunked(rate: str) -> bool:
+        flags = f"--cp 2 --tp 8 --window 131072 --network-rate {rate}"
+        planner = job(flags).planner(16 * LENGTHS, settings(parsed("--thresholds none")))
+        return isinstance(planner.packer, ChunkPacker)
+
+    assert chunked("1e12") and not chunked("1e9")
+    assert job("--cp 2 --tp 4").model.cost().per_earlier_key == 0, "within a node nothing is slower"
+    line = "analyze --lengths 9,30,64 --window 64 --pp 2 --micro-batches 2 --chunks on"
+    shown = refused(f"{line} --cpu-offloading-num-layers 1")
+    assert "--chunks on cannot be combined with --cpu-offloading-num-layers" in shown
+    assert "recompute instead" in shown
 
 
 def test_iterations_of_tiny_documents_are_few_unless_asked_for() -> None:
@@ -129,16 +129,6 @@ def test_chunks_that_do_not_fit_and_hold_more_than_whole_documents_are_not_chose
     assert not chunks and "not with a peak of" in messages[0] and "however many micro-batches" in messages[1]
     chunks, messages, _ = planned("--chunks on", 32)
     assert chunks and "so chunks add" in messages[-1]
-
-
-def test_chunks_whose_keys_cross_a_slow_network_are_not_chosen() -> None:
-    def chunked(rate: str) -> bool:
-        flags = f"--cp 2 --tp 8 --window 131072 --network-rate {rate}"
-        planner = job(flags).planner(16 * LENGTHS, settings(parsed("--thresholds none")))
-        return isinstance(planner.packer, ChunkPacker)
-
-    assert chunked("1e12") and not chunked("1e9")
-    assert job("--cp 2 --tp 4").model.cost().per_earlier_key == 0, "within a node nothing is slower"
 
 
 def test_memory_sets_lmax_and_chunks_as_in_training() -> None:
@@ -191,38 +181,23 @@ def test_every_document_of_an_iteration_is_in_one_of_its_groups() -> None:
         validate_groups(steps, held, Stage.of(2, 2, run.planner.packer.max_tokens // 2 * 2))
 
 
-def test_chunks_that_cannot_be_trained_are_refused_with_the_cure(refused):
-    line = "analyze --lengths 9,30,64 --window 64 --pp 2 --micro-batches 2 --chunks on"
-    shown = refused(f"{line} --cpu-offloading-num-layers 1")
-    assert "--chunks on cannot be combined with --cpu-offloading-num-layers" in shown
-    assert "recompute instead" in shown
-
-
-def test_layers_that_divide_with_the_embedding_and_the_loss_are_taken() -> None:
-    assert job("--model 405B --pp 16").model.shape.layers == 126
-
-
 @pytest.mark.parametrize(
     ("model", "billions"),
     [
-        ("llama3-8b", 8.03),
-        ("llama3-70b", 70.6),
-        ("llama3-405b", 405.9),
-        ("qwen3-8b", 8.2),
-        ("qwen3-30b-a3b", 30.5),
-        ("qwen3-235b-a22b", 235.1),
-        ("deepseek-v3", 671.0),
-        ("mixtral-8x7b", 46.7),
-        ("mixtral-8x22b", 140.6),
+        *(("llama3-8b", 8.03), ("llama3-70b", 70.6), ("llama3-405b", 405.9), ("mixtral-8x7b", 46.7)),
+        *(("qwen3-8b", 8.2), ("qwen3-30b-a3b", 30.5), ("qwen3-235b-a22b", 235.1)),
+        *(("deepseek-v3", 671.0), ("mixtral-8x22b", 140.6)),
     ],
 )
 def test_a_known_model_has_the_parameters_that_are_published(model, billions, printed):
-    out = printed(
-        f"analyze --no-split --search none --iterations 1 --lengths 9,30,64 --window 64 --model {model}"
-    )
+    job_of_few = "analyze --no-split --search none --iterations 1 --lengths 9,30,64 --window 64"
+    out = printed(f"{job_of_few} --model {model}")
     (shown,) = re.findall(r"([\d.]+)B parameters", out)
     assert float(shown) == pytest.approx(billions, rel=2e-3, abs=0.05)
     assert "of activations" in out, "memory is never left out"
+    assert job("--model 405B --pp 16").model.shape.layers == 126, (
+        "with the embedding and the loss they divide"
+    )
 
 
 @pytest.mark.parametrize("pattern", ["[0,1]*2", "2", "([0,1,0]+[1]*1)", "([1]*1+[0]*1)*2", "2*([0]+[1])"])

@@ -72,7 +72,7 @@ def test_inspect_reads_of_a_launch_command_what_it_has_no_flag_for(command, refu
         ("torchrun --nproc-per-node 8 --nnodes=2 p.py --a 1", Launch(("--a", "1"), 16)),
         ("torchrun --nproc_per_node=4 -m wlb_megatron.launch x/p.py --a", Launch(("--a",), 4)),
         (
-            "OMP=1 python -m torch.distributed.run --nproc-per-node 2 -m wlb_megatron.pretrain_gpt",
+            "OMP=1 python -m torch.distributed.run --nproc-per-node 2 -m wlb_megatron.launch p.py",
             Launch((), 2),
         ),
         ("torchrun --nproc-per-node gpu p.py --a", Launch(("--a",))),
@@ -169,11 +169,9 @@ def test_what_the_prediction_leaves_out_is_noted(command):
 
 
 def test_a_command_that_does_not_say_all_is_refused_in_one_line(refused):
-    own = "analyze --world-size 1"
+    own, no_window = "analyze --world-size 1", JOB.replace("--seq-length 64", "")
     assert "no documents: give --lengths, or the job's --data-path" in refused(f"{own} -- {JOB}")
-    assert "--seq-length (or --window) is required" in refused(
-        f"{own} --lengths 8,9 -- {JOB.replace('--seq-length 64', '')}"
-    )
+    assert "--seq-length (or --window) is required" in refused(f"{own} --lengths 8,9 -- {no_window}")
 
 
 @pytest.mark.parametrize(
@@ -183,10 +181,7 @@ def test_a_command_that_does_not_say_all_is_refused_in_one_line(refused):
         ("--hybrid-layer-pattern *E*E", "--hybrid-layer-pattern with E: it has experts"),
         ("--hybrid-layer-pattern *-*-||*-*-", "with nothing between two |: a stage"),
         ("--hybrid-layer-pattern **", "--hybrid-layer-pattern ** is not predicted"),
-        (
-            "--hybrid-layer-pattern *-|*-|*- --pipeline-model-parallel-size 2",
-            "has 3 parts, no multiple",
-        ),
+        ("--hybrid-layer-pattern *-|*-|*- --pipeline-model-parallel-size 2", "has 3 parts, no multiple"),
     ],
 )
 def test_a_command_that_training_refuses_is_not_predicted(flags, message, refused):

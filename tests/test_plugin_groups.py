@@ -5,7 +5,7 @@ import gc
 import inspect
 import sys
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -14,17 +14,23 @@ import pytest
 import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
+from megatron.core.pipeline_parallel.schedules import get_schedule_table
+from training_jobs import trainer_with
 
 from wlb_megatron.attention.device_layout import DeviceCache
 from wlb_megatron.attention.key_cache import KeyCache, cached_bytes
-from wlb_megatron.packing.chunk_limits import Trainer
 from wlb_megatron.pipeline.orders import grouped_orders
 from wlb_megatron.plan import IterationPlan, MicroBatch, Piece
+from wlb_megatron.plugin import install
 from wlb_megatron.plugin.flags import training_job
-from wlb_megatron.plugin.flags.training_job import trainer_of
+from wlb_megatron.plugin.job_state import part
 from wlb_megatron.plugin.micro_batches import planning
-from wlb_megatron.plugin.step import grouped_steps
-from wlb_megatron.plugin.step.pipeline_shapes import transfer_orders
+from wlb_megatron.plugin.step import grouped_steps, pipeline_shapes
+from wlb_megatron.plugin.step.pipeline_shapes import (
+    ShapeQueue,
+    transfer_orders,
+    wrap_send_forward_recv_forward,
+)
 from wlb_megatron.workload.kernel_table import h100
 
 
@@ -110,7 +116,7 @@ def test_megatrons_loop_runs_the_order_that_was_planned(stage, sizes, stages):
     assert loop.ran == _names(grouped_orders(3, sizes)[stage])
 
 
-def test_one_stage_runs_backwards_when_their_group_is_whole_and_reduces_in_the_very_last_alone(stages):
+def test_one_stage_runs_backwards_when_their_group_is_whole_and_without_groups_as_megatron_does(stages):
     stages(1)
     loop = Loop(0, 1, 6)
     with grouped_steps.running((2, 1, 3), 6):
@@ -118,14 +124,14 @@ def test_one_stage_runs_backwards_when_their_group_is_whole_and_reduces_in_the_v
     assert " ".join(loop.ran) == "F0 F1 B1 B0 F2 B2 F3 F4 F5 B5 B4 B3"
     assert loop.quiet == [True] * 5 + [False]
     assert loop.ran == _names(grouped_orders(1, (2, 1, 3))[0])
-
-
-def test_a_step_without_groups_is_megatrons_own(stages):
     stages(2)
     loop = Loop(0, 2, 3)
     with grouped_steps.running((), 3):
         loop.pipelined()
     assert loop.ran == _names(grouped_orders(2, (1, 1, 1))[0])
+    stages(2)
+    with pytest.raises(RuntimeError, match=r"groups of \[2, 1\]"), grouped_steps.running((2, 1), 4):
+        pass
 
 
 def test_a_step_that_fails_in_the_middle_leaves_nothing_behind(stages):
@@ -202,12 +208,6 @@ def test_a_recomputation_takes_its_own_micro_batchs_scales(stage, stages, monkey
     assert not any(queues)
 
 
-def test_groups_of_another_number_of_micro_batches_are_an_error(stages):
-    stages(2)
-    with pytest.raises(RuntimeError, match=r"groups of \[2, 1\]"), grouped_steps.running((2, 1), 4):
-        pass
-
-
 @pytest.mark.parametrize("sizes", [(1, 3, 2), (6,), (2, 1, 1, 2)])
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_megatrons_interleaved_loop_runs_the_order_that_was_planned(stage, sizes, stages, monkeypatch):
@@ -270,17 +270,6 @@ def test_groups_are_of_this_rank_or_of_all_that_meet_in_every_step():
     assert [of(0, False), of(1, False), of(0, True), of(1, True)] == [(), (2, 1), (2, 1), (2, 1)]
 
 
-def trainer_with(**settings: Any) -> Trainer:
-    plain = {
-        "pipeline_model_parallel_size": 2,
-        "tensor_model_parallel_size": 1,
-        "expert_model_parallel_size": 1,
-        "expert_tensor_parallel_size": None,
-        "moe_router_load_balancing_type": "aux_loss",
-    }
-    return trainer_of(SimpleNamespace(**{**plain, **settings}))
-
-
 def test_settings_that_chunks_cannot_be_trained_with_are_told_with_a_cure(monkeypatch):
     assert trainer_with().chunks_refused() == []
     assert trainer_with(virtual_pipeline_model_parallel_size=2).chunks_refused() == []
@@ -336,3 +325,79 @@ def test_ranks_that_meet_in_a_forward_or_a_backward_keep_in_step(settings, what)
     trainer = trainer_with(**settings)
     assert [line.split()[0] for line in trainer.meetings()] == what
     assert trainer.in_step == bool(what)
+
+
+# The shapes of what passes between stages, in the order of Megatron's schedules.
+
+
+@pytest.mark.parametrize("micro_batches", [4, 6, 8])
+@pytest.mark.parametrize(("stages", "chunks", "group"), [(2, 1, 1), (2, 2, 2), (4, 2, 4), (2, 3, 4)])
+def test_the_order_is_that_of_megatrons_schedule_table(micro_batches, stages, chunks, group):
+    """Every stage runs Megatron's table; walking it as a pipeline gives what passes between neighbours."""
+    table = (
+        get_schedule_table(micro_batches, chunks, group)
+        if chunks > 1
+        else [(i, 0) for i in range(micro_batches)]
+    )
+    forward = defaultdict(deque)
+    for stage in range(stages):
+        for index, chunk in table:
+            if (stage, chunk) != (stages - 1, chunks - 1):
+                forward[(stage + 1) % stages].append(index)
+    for stage in range(stages):
+        orders = transfer_orders(micro_batches, stage, stages, chunks, group)
+        following = transfer_orders(micro_batches, (stage + 1) % stages, stages, chunks, group)
+        assert orders["send forward"] == following["receive forward"]
+        assert orders["receive backward"] == following["send backward"]
+        assert orders["receive forward"] == list(forward[stage])
+
+
+def test_a_tensor_of_another_shape_than_planned_is_an_error_on_the_host():
+    """E3: 2 stages of 2 chunks, the last stage sends its first chunk's outputs back to the first stage."""
+
+    class Tensor:
+        shape = (24, 1, 8)
+
+    queue = ShapeQueue([(24, 1, 8), (40, 1, 8)], transfer_orders(2, stage=1, stages=2, chunks=2, group=2))
+    queue.check("send forward", Tensor())
+    with pytest.raises(RuntimeError, match="planned"):
+        queue.check("send forward", Tensor())
+    with pytest.raises(RuntimeError, match="but the step has 2"):
+        queue.check("send forward", Tensor())
+
+
+class Transfer:
+    """A send that reads its tensor when it is waited for, as late as a real one may."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor, self.received = tensor, torch.empty(0)
+
+    def wait(self) -> None:
+        self.received = self.tensor.clone()
+
+
+@pytest.mark.parametrize("frees", [True, False])
+def test_before_0_18_an_output_has_been_sent_when_megatron_frees_it(frees, monkeypatch):
+    """Megatron's interleaved schedule frees what it sent as soon as the call is back (deallocate_output_tensor)."""
+    part(pipeline_shapes.KnownShapes).queue = object()
+    output = torch.arange(6.0)
+    transfer = Transfer(output)
+    communicator = SimpleNamespace(config=SimpleNamespace(deallocate_pipeline_outputs=frees))
+
+    def original(self: Any, output: Any, *, overlap_p2p_comm: bool) -> Any:
+        return ("input", {"send_next": transfer, "recv_prev": "later"}) if overlap_p2p_comm else "input"
+
+    send = wrap_send_forward_recv_forward(original)
+    assert send(communicator, output, overlap_p2p_comm=False) == "input"
+    _, handles = send(communicator, output, overlap_p2p_comm=True)
+    assert "recv_prev" in handles
+    assert ("send_next" in handles) != frees
+    if frees:
+        output.data = torch.empty(1)
+        assert transfer.received.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(("version", "mended"), [("0.16.2", True), ("0.17.2", True), ("0.18.2", False)])
+def test_outputs_are_waited_for_where_megatron_does_not(version, mended, monkeypatch):
+    monkeypatch.setattr(install, "megatron_version", lambda: version)
+    assert any(hook.wrap is wrap_send_forward_recv_forward for hook in install.rows()) == mended

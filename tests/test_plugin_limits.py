@@ -48,18 +48,22 @@ def memory(monkeypatch):
     return install
 
 
-def test_lmax_is_one_and_a_half_windows_where_memory_suffices(memory):
+def test_lmax_is_one_and_a_half_windows_or_what_memory_holds_and_too_little_is_refused_with_a_cure(memory):
     memory(80)
     assert fit_to_memory(training_job()).max_tokens == 49152
-
-
-def test_less_memory_lowers_it_and_too_little_is_refused_with_a_cure(memory):
     memory(31)
     lower = fit_to_memory(training_job(**IN_ROWS)).max_tokens
     assert lower is not None and 40960 <= lower < 49152 and lower % 16 == 0
     memory(20)
     with pytest.raises(WlbError, match=r"GiB.*--context-parallel-size"):
         fit_to_memory(training_job().with_config(WlbConfig(chunks="off")))
+    # Cards of which drivers keep different shares give one Lmax.
+    memory(32.9)
+    config = fit_to_memory(training_job())
+    memory(32.1)
+    assert fit_to_memory(training_job()) == config
+    memory(31.9)
+    assert fit_to_memory(training_job()) != config
 
 
 def test_fixed_windows_need_room_for_one_window_not_for_one_and_a_quarter(memory):
@@ -73,14 +77,11 @@ def test_fixed_windows_need_room_for_one_window_not_for_one_and_a_quarter(memory
         fit_to_memory(fixed)
 
 
-def test_a_flag_overrides_it_and_cpus_and_experts_are_not_measured(memory):
+def test_a_flag_overrides_it_and_cpus_and_experts_are_not_measured_and_a_saved_one_may_come_along(memory):
     memory(1)
     assert fit_to_memory(training_job().with_config(WlbConfig(max_tokens=60000))).max_tokens == 60000
     assert fit_to_memory(training_job(distributed_backend="gloo")).max_tokens == 49152
     assert fit_to_memory(training_job(num_experts=8)).max_tokens == 49152
-
-
-def test_a_saved_lmax_may_come_along_up_to_what_fits_unless_a_flag_sets_it(memory):
     memory(31)
     fits = adoptable_tokens(training_job())
     assert fits == fit_to_memory(training_job()).max_tokens
@@ -163,15 +164,6 @@ def test_a_document_that_trains_whole_is_as_long_as_memory_allows_and_keys_are_t
     assert document_memory(training_job(num_experts=8)) is None
 
 
-def test_cards_of_which_drivers_keep_different_shares_give_one_lmax(memory):
-    memory(32.9)
-    config = fit_to_memory(training_job())
-    memory(32.1)
-    assert fit_to_memory(training_job()) == config
-    memory(31.9)
-    assert fit_to_memory(training_job()) != config
-
-
 @pytest.mark.parametrize(("context", "measured_mb"), [(1, 30084), (2, 17570)])
 def test_the_estimate_holds_what_was_measured_on_h100s(context, measured_mb):
     """docs/results/2x_h100/train_cp.csv: peak memory of runs whose longest micro-batch had 48,652 tokens."""
@@ -202,11 +194,7 @@ ARRIVES = {
 """Megatron's arguments that set a field of the layout, and its value then."""
 
 
-def test_each_field_of_the_layout_is_looked_at_here():
-    assert [*ARRIVES] == [field.name for field in fields(Layout)]
-
-
-@pytest.mark.parametrize("name", ARRIVES)
+@pytest.mark.parametrize("name", [field.name for field in fields(Layout)])
 def test_each_field_of_the_layout_arrives(name):
     changed, value = ARRIVES[name]
     assert getattr(shapes(training_job())[1], name) != value
@@ -226,11 +214,8 @@ def test_lmax_fits_with_virtual_stages_which_hold_more_micro_batches(memory):
     assert (chunks_in_flight(layout, 0), chunks_in_flight(replace(layout, virtual=1), 0)) == (47, 8)
     lmax = fit_to_memory(job).max_tokens
     assert lmax is not None and lmax < 92160  # 1.5 windows, which would fit without virtual stages
-    assert (
-        memory_needed(shape, layout, 92160)
-        > 79 * GIB
-        > memory_needed(shape, replace(layout, virtual=1), 92160)
-    )
+    without_them = memory_needed(shape, replace(layout, virtual=1), 92160)
+    assert without_them < 79 * GIB < memory_needed(shape, layout, 92160)
     assert memory_needed(shape, layout, lmax) <= 0.9 * 79 * GIB
 
 
@@ -251,12 +236,9 @@ def test_the_layers_are_those_of_the_fullest_stage(changed, layers):
     assert shape.layers == layers
 
 
-def test_an_unknown_vocabulary_is_taken_to_be_large():
+def test_an_unknown_vocabulary_is_taken_to_be_large_and_a_further_token_takes_a_layer_and_logits():
     shape, _ = shapes(training_job(vocab_size=None))
     assert shape.vocab == 131072
-
-
-def test_each_further_token_predicted_takes_a_layer_and_logits():
     plain, further = (shapes(training_job(mtp_num_layers=depths)) for depths in (None, 2))
     assert further[0].layers == plain[0].layers + 2
     assert logits_bytes(*further) == 3 * logits_bytes(*plain)
@@ -269,8 +251,7 @@ def of_recomputation(**flags: Any) -> list[str]:
     job = training_job(**{"recompute_granularity": "full", "pipeline_model_parallel_size": 2} | flags)
     memory = recompute_memory(job)
     law = StepLaw(pp=2, backward=(3, 1), again=1000, rooms=memory.rooms() if memory else None)
-    packer = SimpleNamespace(max_tokens=49152, law=law)
-    planner = SimpleNamespace(packer=packer)
+    planner = SimpleNamespace(packer=SimpleNamespace(max_tokens=49152, law=law))
     return list(_of_recomputation(SimpleNamespace(job=job, config=job.config, planner=planner)))
 
 
@@ -294,10 +275,8 @@ def test_where_the_flags_run_in_every_step_a_line_says_why():
     routed = {"wlb_gpu_memory": 20.0, "num_experts": 4, "moe_router_load_balancing_type": ["global_aux_loss"]}
     (line,) = of_recomputation(**routed)
     assert line.startswith(f"{begun}, for kept layers would change global_aux_loss")
-    for kept in (
-        {"pipeline_model_parallel_size": 1, "wlb_chunks": "off"},
-        {"moe_router_load_balancing_type": "aux_loss"},
-    ):
+    one_stage = {"pipeline_model_parallel_size": 1, "wlb_chunks": "off"}
+    for kept in (one_stage, {"moe_router_load_balancing_type": "aux_loss"}):
         (line,) = of_recomputation(**(routed | kept))
         assert line.startswith("recomputes only what does not fit")
     old = Trainer(experts=4, hides_padding=True)

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from wlb_megatron.cli import main
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.corpus import Rules
 from wlb_megatron.documents.lengths import Bound, longest_whole
@@ -27,9 +26,7 @@ def test_the_least_limit_decides_and_every_one_is_told():
     longest, message = longest_whole("chunk", 64, 2, [positions])
     assert longest == 128 and "what memory allows is not known here" in message
     assert longest_whole("split", 64, 4, [positions], memory) == (64, "")
-
-
-def test_where_no_more_than_the_window_can_train_whole_documents_are_split_at_it():
+    # Where no more than the window can train whole.
     longest, message = longest_whole("chunk", 64, 4, memory=Bound(20, "memory"))
     assert longest == 64 and "above the window of 64 tokens are split" in message
 
@@ -59,7 +56,7 @@ def stream(longest: int, overlong: str = "chunk") -> DocumentStream:
     return DocumentStream.of_lengths(lengths, Rules(longest, overlong, seed=3, endless=True))
 
 
-def test_a_resumed_run_splits_where_the_saved_one_did_if_that_is_shorter():
+def test_a_resumed_run_splits_where_the_saved_one_did_and_one_that_can_hold_less_is_refused():
     first = stream(128)
     for _ in range(5):
         first.next()
@@ -69,9 +66,6 @@ def test_a_resumed_run_splits_where_the_saved_one_did_if_that_is_shorter():
     assert second.rules.window == 128 and second.longest == 128
     assert [second.next() for _ in range(30)] == [first.next() for _ in range(30)]
     assert second.state() == first.state()
-
-
-def test_a_resumed_run_that_can_hold_less_is_refused():
     saved = stream(256).state()
     with pytest.raises(WlbError, match="length of whole documents was 256, is 128"):
         stream(128).load_state(saved)
@@ -92,22 +86,17 @@ def test_it_is_refused_where_there_are_no_chunks(flags, message):
         plans([10, 256], 4, **flags)
 
 
-def test_analyze_tells_of_documents_above_the_window_whole_and_split(tmp_path):
+def test_analyze_tells_of_documents_above_the_window_whole_and_split(reported):
     layout = "--lengths 900,5000,20,3000,700,60,64 --window 1024 --micro-batches 4 --pp 2 --iterations 4 --warm-up 1"
-    for overlong in ("chunk", "split"):
-        path = tmp_path / f"{overlong}.json"
-        job = f"analyze {layout} --overlong {overlong} --no-split --json {path}"
-        assert main(job.split()) == 0
-    shown = [json.loads((tmp_path / f"{how}.json").read_text()) for how in ("chunk", "split")]
-    whole, split = (each["results"]["after"] for each in shown)
+    job = f"analyze {layout} --no-split --overlong"
+    whole, split = (reported(f"{job} {how}")["results"]["after"] for how in ("chunk", "split"))
     # A document of 4,096 tokens needs an iteration's tokens at once, in more micro-batches than there are windows.
     assert whole["micro_batches"]["max"] > split["micro_batches"]["max"]
     assert whole["token_delay"]["max"] == 0
 
 
-def test_inspects_table_tells_how_many_earlier_tokens_a_chunk_attends_to(capsys):
+def test_inspects_table_tells_how_many_earlier_tokens_a_chunk_attends_to(command):
     flags = "--lengths 60,9 --window 64 --pp 2 --chunks on --quadratic-at 8 --micro-batch-cost 2"
-    assert main(["inspect", *flags.split()]) == 0
-    starts = re.findall(r"0\[(\d+), \d+\)(?:\+(\d+))?", capsys.readouterr().out)
+    starts = re.findall(r"0\[(\d+), \d+\)(?:\+(\d+))?", command(f"inspect {flags}")[1])
     chunks = [start for start, prefix in starts if prefix]
     assert len(chunks) >= 2 and all(prefix in ("", start) for start, prefix in starts)

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 
 from wlb_megatron.config import WlbConfig
-from wlb_megatron.plugin.flags.training_job import TrainingJob
+from wlb_megatron.packing.chunk_limits import Trainer
+from wlb_megatron.plugin.flags.training_job import TrainingJob, trainer_of
 
 VALIDATED: dict[str, Any] = {
     **{"num_layers": 8, "hidden_size": 2048, "ffn_hidden_size": 5632, "num_attention_heads": 16},
@@ -26,6 +27,11 @@ VALIDATED: dict[str, Any] = {
     **{"recompute_method": None, "distributed_timeout_minutes": 10, "qk_layernorm": False},
 }
 """Megatron's validated arguments of 8 layers of 2048 at a window of 32K on one GPU, as far as they are read."""
+
+
+def trainer_with(**flags: Any) -> Trainer:
+    """What the trainer of these flags can do, on four pipeline stages unless they say otherwise."""
+    return trainer_of(argparse.Namespace(**VALIDATED | {"pipeline_model_parallel_size": 4} | flags))
 
 
 def training_job(**flags: Any) -> TrainingJob:
