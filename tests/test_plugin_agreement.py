@@ -2,28 +2,30 @@
 
 import hashlib
 import math
+import os
 import re
 import resource
 import time
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 from forked_ranks import spawn
 from megatron_runs import free_port
+from packing_oracle import make_planner
 
-from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.corpus import Rules
 from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.errors import WlbError
-from wlb_megatron.packing.factory import make_packer
-from wlb_megatron.packing.packer import PackingJob
-from wlb_megatron.packing.planner import Planner
 from wlb_megatron.plan import IterationPlan, MicroBatch, Piece
+from wlb_megatron.plugin import stores
 from wlb_megatron.plugin.flags.open_files import allow_open_files
 from wlb_megatron.plugin.job_state import begin_job
+from wlb_megatron.plugin.micro_batches.iterators import MicroBatchIterator
 from wlb_megatron.plugin.micro_batches.planning import (
     PlannedIteration,
     ShardSettings,
@@ -33,6 +35,7 @@ from wlb_megatron.plugin.micro_batches.planning import (
 from wlb_megatron.plugin.plans.agreement import EVERY, PlanAgreement, shared_gpu
 from wlb_megatron.plugin.plans.data import MicroBatchSampler
 from wlb_megatron.plugin.stores import KEPT, PlanStore, common_store, wait_for
+from wlb_megatron.refusals import RefusedHere
 from wlb_megatron.sharding.cut import digest_of_cuts
 from wlb_megatron.sharding.segments import Chunks, ShardPlan
 from wlb_megatron.workload.cost_model import CostModel
@@ -104,11 +107,9 @@ def plans(dp_rank: int, differs_from: float) -> Iterator[PlannedIteration]:
     """The documents are the same; from this iteration on they are cut in another way."""
     plans_of_ranks = []
     for sharding in ("per-document", "per-sequence"):
-        stream = DocumentStream.of_lengths(
-            [60, 7, 200, 31, 90], Rules(256, "split", 1, endless=True), name="lengths"
-        )
-        packer = make_packer(PackingJob(WlbConfig(), CostModel(100.0), window=256, micro_batches=2, dp=2))
-        planner = Planner(stream, packer, global_tokens=4 * 256)
+        stream = DocumentStream.of_lengths([60, 7, 200, 31, 90], Rules(256, "split", 1, endless=True))
+        job = {"window": 256, "micro_batches": 2, "dp": 2, "micro_batches_per_window": "auto"}
+        planner = make_planner(stream, cost=CostModel(100.0), **job)
         plans_of_ranks.append(plan_iterations(planner, ShardSettings(dp_rank, 2, 2, sharding, h100())))
     for ours, others in zip(*plans_of_ranks, strict=True):
         assert ours.digest == others.digest
@@ -123,11 +124,8 @@ def rank_of_four(rank: int, port: int) -> None:
         agreement = PlanAgreement()
         agreement.begin("state")
         see = partial(agreement.see, dp_rank=rank // 2)
-        iteration, micro_batches = (
-            -1,
-            iter(MicroBatchSampler(plans(rank // 2, differs if rank == 3 else math.inf), see)),
-        )
-        message = ""
+        planned = plans(rank // 2, differs if rank == 3 else math.inf)
+        iteration, micro_batches, message = -1, iter(MicroBatchSampler(planned, see)), ""
         try:
             while iteration < EVERY + 1:
                 iteration = next(micro_batches)[0].iteration
@@ -152,7 +150,7 @@ def test_a_rank_that_cuts_micro_batches_differently_is_named_before_the_first_of
     spawn(rank_of_four, (free_port(),), 4)
 
 
-def test_digests_of_cuts_tell_segments_order_and_number_of_calls_apart():
+def test_digests_tell_segments_order_number_of_calls_and_prefixes_apart():
     rows = np.array([[0, 0, 4], [1, 0, 2]]), np.array([[1, 2, 8]])
     lengths = np.array([4, 8])
     cached = np.array([[0, 0, 4, 0, 1, 4]])
@@ -166,9 +164,15 @@ def test_digests_of_cuts_tell_segments_order_and_number_of_calls_apart():
         ShardPlan(lengths, rows, chunks=Chunks(1, np.array([4, 0]), (cached[:0], cached), np.array([0, 1]))),
     ]
     assert len({digest_of_cuts([cut]) for cut in cuts}) == len(cuts)
-    assert digest_of_cuts(cuts[:1]) == digest_of_cuts(
-        [ShardPlan(lengths.copy(), (rows[0].copy(), rows[1]), kind="x")]
-    )
+    copied = ShardPlan(lengths.copy(), (rows[0].copy(), rows[1]), kind="x")
+    assert digest_of_cuts(cuts[:1]) == digest_of_cuts([copied])
+    digests = set()
+    for prefix in (0, 4):
+        head, tail = (MicroBatch((piece,), 1) for piece in (Piece(0, 7, 0, 4), Piece(0, 7, 4, 8, prefix)))
+        state = hashlib.blake2b(digest_size=8)
+        update_digest(state, IterationPlan(0, (), ((head,), (tail,)), ()))
+        digests.add(state.digest())
+    assert len(digests) == 2
 
 
 def test_waiting_logs_nothing_however_long_and_ends_when_given_up_or_told(capfd):
@@ -197,11 +201,57 @@ def test_a_process_is_let_open_a_connection_to_every_rank_or_the_limit_is_named(
     spawn(limits_of_many_ranks, (), 1)
 
 
-def test_plans_that_differ_in_a_prefix_alone_have_other_digests():
-    digests = set()
-    for prefix in (0, 4):
-        head, tail = (MicroBatch((piece,), 1) for piece in (Piece(0, 7, 0, 4), Piece(0, 7, 4, 8, prefix)))
-        state = hashlib.blake2b(digest_size=8)
-        update_digest(state, IterationPlan(0, (), ((head,), (tail,)), ()))
-        digests.add(state.digest())
-    assert len(digests) == 2
+# A rank that cannot go on tells the others, which would end with a stack of a lost connection.
+
+
+class Loader:
+    """Whose draw fails."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        raise self.error
+
+
+def failing_of_two(rank: int, port: int, out: Path, failing: int) -> None:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    stores.share_failures()
+    if rank == failing:
+        with pytest.raises(RefusedHere, match=r"^wlb_megatron: error: the disk is gone$"):
+            next(MicroBatchIterator(Loader(WlbError("the disk is gone"))))
+        os._exit(0)
+    with pytest.raises(RefusedHere) as refused:
+        stores.with_others_lines(lambda: dist.all_reduce(torch.ones(1)))
+    (out / "line").write_text(str(refused.value))
+    os._exit(0)
+
+
+@pytest.mark.parametrize(
+    ("failing", "line"),
+    [
+        (1, r"^wlb_megatron: error: rank 1 on \S+ has ended: the disk is gone$"),
+        (0, r"^wlb_megatron: error: the process that serves torch's store has ended \(rank 0, "),
+    ],
+)
+def test_the_other_ranks_end_with_the_line_of_the_one_that_failed(failing, line, tmp_path):
+    spawn(failing_of_two, (free_port(), tmp_path, failing), 2)
+    assert re.search(line, (tmp_path / "line").read_text())
+
+
+def an_own_error(rank: int, port: int) -> None:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=1)
+    stores.share_failures()
+
+    def fails() -> None:
+        raise RuntimeError("an error of its own")
+
+    with pytest.raises(RuntimeError, match="an error of its own"):
+        stores.with_others_lines(fails)
+
+
+def test_a_ranks_own_error_keeps_its_stack():
+    spawn(an_own_error, (free_port(),), 1)

@@ -21,16 +21,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron_runs import rewrite_corpus
+from packing_oracle import make_planner
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.blend import Blend
 from wlb_megatron.documents.corpus import Rules
 from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.errors import WlbError
-from wlb_megatron.packing.factory import make_packer
-from wlb_megatron.packing.packer import PackingJob
-from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.summary import PlanSummary
 from wlb_megatron.plan import Piece
 from wlb_megatron.plugin.micro_batches.iterators import (
@@ -52,7 +49,6 @@ from wlb_megatron.refusals import Refused, RefusedHere
 from wlb_megatron.sharding.chunks import links_of
 from wlb_megatron.sharding.cut import pad
 from wlb_megatron.sharding.select import shard, shard_all
-from wlb_megatron.workload.cost_model import CostModel
 
 SUMMARY = PlanSummary(0, 0, 0, 0, 1.0, 1.0, 1.0, 1, 0, 0.0, 0, 0)
 SHARDINGS = ["per-sequence", "per-document", "hybrid"]
@@ -92,7 +88,7 @@ def loader_of(
     return make_loader(corpus, sampler, layout, **how | more)
 
 
-def test_labels_shift_inside_a_document_before_it_is_cut(tmp_path):
+def test_labels_shift_inside_a_document_before_it_is_cut_and_none_predicts_the_next_document(tmp_path):
     """Tokens 0..7 as one document, CP=2: rank 0 holds 0 1 6 7 and predicts 1 2 7 nothing, rank 1 3 4 5 6."""
     corpus = corpus_of(tmp_path, [list(range(8))])
     micro_batch = planned([Piece(0, 0, 0, 8)], 2, "per-document")
@@ -101,9 +97,6 @@ def test_labels_shift_inside_a_document_before_it_is_cut(tmp_path):
     assert first["loss_mask"] == [1, 1, 1, 0]
     assert (second["tokens"], second["labels"]) == ([2, 3, 4, 5], [3, 4, 5, 6])
     assert second["loss_mask"] == [1, 1, 1, 1]
-
-
-def test_the_last_token_of_a_document_does_not_predict_the_next_document(tmp_path):
     corpus = corpus_of(tmp_path, [[1, 2, 3], [11, 12, 13]])
     batch = read(corpus, planned([Piece(0, 0, 0, 3), Piece(0, 1, 0, 3)]), 0)
     assert batch["tokens"] == [1, 2, 3, 11, 12, 13]
@@ -111,13 +104,17 @@ def test_the_last_token_of_a_document_does_not_predict_the_next_document(tmp_pat
     assert batch["loss_mask"] == [1, 1, 0, 1, 1, 0]
     labels = [label for label, counts in zip(batch["labels"], batch["loss_mask"], strict=True) if counts]
     assert labels == [2, 3, 12, 13]
-
-
-def test_a_cut_piece_still_predicts_the_token_that_follows_it(tmp_path):
+    # A cut piece still predicts the token that follows it.
     corpus = corpus_of(tmp_path, [[1, 2, 3, 4, 5]])
     head, tail = (read(corpus, planned([Piece(0, 0, *ends)]), 0) for ends in ((0, 3), (3, 5)))
     assert (head["labels"], head["loss_mask"]) == ([2, 3, 4], [1, 1, 1])
     assert (tail["tokens"], tail["position_ids"], tail["loss_mask"]) == ([4, 5], [0, 1], [1, 0])
+    # End of document, padding and ordinary tokens all 0: every token inside a document still counts.
+    corpus = corpus_of(tmp_path, [[0, 0, 0, 0, 0], [0, 0]])
+    micro_batch = planned([Piece(0, 0, 0, 5), Piece(0, 1, 0, 2)], 4, "per-document")
+    assert micro_batch.pieces[-1] == Piece(0, -1, 0, 1)
+    counted = sum(sum(read(corpus, micro_batch, rank)["loss_mask"]) for rank in range(4))
+    assert counted == 4 + 1
 
 
 def chunked(micro_batches: list[list[Piece]], cp: int, sharding: str) -> list[PlannedMicroBatch]:
@@ -165,12 +162,9 @@ def test_chunks_over_ranks_hold_together_what_the_whole_document_does(cp, shardi
     expected = []
     for d, first, end in ((0, 3, 40), (1, 0, 30), (2, 0, 7)):
         for at in range(first, end):
-            token, label = (
-                [*documents[d], 0][at + depth + place] if at + depth < end else 0 for place in (0, 1)
-            )
-            expected.append(
-                (documents[d][at], token, label, float(label > 0), (at + depth - first) * (token > 0))
-            )
+            token, label = [*documents[d], 0][at + depth :][:2] if at + depth < end else (0, 0)
+            position = (at + depth - first) * (token > 0)
+            expected.append((documents[d][at], token, label, float(label > 0), position))
     assert sorted(held) == sorted(expected)
 
 
@@ -215,15 +209,6 @@ def test_a_workers_error_ends_the_run_with_its_own_line(workers, tmp_path):
     line = f"wlb_megatron: error: {tmp_path}/documents: document 1 has token id 99"
     assert str(refused.value).startswith(line)
     assert "\n" not in str(refused.value)
-
-
-def test_padding_and_documents_are_told_apart_by_place_and_not_by_token(tmp_path):
-    """End of document, padding and ordinary tokens all 0: every token inside a document still counts."""
-    corpus = corpus_of(tmp_path, [[0, 0, 0, 0, 0], [0, 0]])
-    micro_batch = planned([Piece(0, 0, 0, 5), Piece(0, 1, 0, 2)], 4, "per-document")
-    assert micro_batch.pieces[-1] == Piece(0, -1, 0, 1)
-    counted = sum(sum(read(corpus, micro_batch, rank)["loss_mask"]) for rank in range(4))
-    assert counted == 4 + 1
 
 
 @settings(deadline=None, max_examples=60)
@@ -273,7 +258,7 @@ def test_workers_read_ahead_without_changing_order_or_state(workers, tmp_path):
     assert {i: p.state()["iteration"] for i, p in sampler.passed.items()} == {i: i + 1 for i in range(6)}
 
 
-def test_a_step_draws_the_next_ones_micro_batches_and_leaves_an_error_to_it():
+def test_a_step_draws_the_next_ones_micro_batches_from_its_second_on_and_leaves_an_error_to_it():
     drawn = []
 
     def stream() -> Iterator[dict[str, Any]]:
@@ -293,6 +278,10 @@ def test_a_step_draws_the_next_ones_micro_batches_and_leaves_an_error_to_it():
     assert [next(iterator)["number"] for _ in range(2)] == [3, 4], "the step before is whole"
     with pytest.raises(ValueError, match="no more plans"):
         next(iterator)
+    due: list[int] = []
+    seen = [(batch, list(due)) for batch in _drawn("abcd", due.append)]
+    assert seen == [("a", []), ("b", [2]), ("c", [2, 3]), ("d", [2, 3, 4])]
+    assert list(_drawn("ab")) == ["a", "b"]
 
 
 def test_after_an_error_nothing_more_is_drawn():
@@ -317,27 +306,13 @@ def test_after_an_error_nothing_more_is_drawn():
         next(iterator)
 
 
-def test_the_next_steps_micro_batches_are_drawn_from_a_steps_second_on():
-    due: list[int] = []
-    seen = [(batch, list(due)) for batch in _drawn("abcd", due.append)]
-    assert seen == [("a", []), ("b", [2]), ("c", [2, 3]), ("d", [2, 3, 4])]
-    assert list(_drawn("ab")) == ["a", "b"]
-
-
-def test_every_evaluation_begins_at_the_sets_beginning_also_where_the_set_is_smaller():
-    for iterations, expected in (
-        (4, [0, 1, 2, 0, 0, 1, 2, 0, 0]),
-        (2, [0, 1, 0, 1]),
-        (3, [0, 1, 2, 0]),
-        (None, [0, 1, 2, 0]),
-    ):
+def test_evaluations_begin_at_the_sets_beginning_and_are_planned_when_the_first_comes_to_them():
+    cases = (4, [0, 1, 2, 0, 0, 1, 2, 0, 0]), (2, [0, 1, 0, 1]), (3, [0, 1, 2, 0]), (None, [0, 1, 2, 0])
+    for iterations, expected in cases:
         again = RepeatedIterations(iter([0, 1, 2]), iterations)
         assert list(again) == []
         again.started = True
         assert [*islice(again, len(expected))] == expected
-
-
-def test_an_evaluations_iterations_are_planned_when_the_first_evaluation_comes_to_them():
     planned: list[int] = []
 
     def plans() -> Iterator[int]:
@@ -399,9 +374,8 @@ def test_a_full_dev_shm_ends_the_run_with_the_cure(place, fails, tmp_path, monke
     iteration = PlannedIteration((whole(0, 3),), dict, b"")
     loader = loader_of(corpus_of(tmp_path, [[1, 2, 3]]), MicroBatchSampler([iteration]), prefetched=1)
     monkeypatch.setattr(place, fails)
-    with pytest.raises(
-        RefusedHere, match=r"^wlb_megatron: error: /dev/shm is full.*--shm-size.*--num-workers 0"
-    ) as refused:
+    line = r"^wlb_megatron: error: /dev/shm is full.*--shm-size.*--num-workers 0"
+    with pytest.raises(RefusedHere, match=line) as refused:
         next(MicroBatchIterator(loader))
     assert len(str(refused.value).splitlines()) == 1
 
@@ -415,11 +389,22 @@ def test_an_error_while_planning_is_raised_where_the_plan_is_asked_for():
         list(PlanAhead(broken, depth=1))
 
 
-def test_a_stage_that_needs_no_tokens_reads_none(tmp_path):
+def test_a_stage_that_needs_no_tokens_reads_none_and_flops_are_told_by_document_without_padding(tmp_path):
     corpus = corpus_of(tmp_path, [[1, 2]])
     batch = PackedDocuments(corpus, Layout(0, 1, 8, False))[whole(0, 2)]
     tensors = [field.name for field in fields(batch) if torch.is_tensor(getattr(batch, field.name))]
     assert batch.held is None and tensors == ["bounds"] and batch.bounds.tolist() == [0, 2]
+    # What Megatron sums squares of: 8 documents of 512 are an eighth of one of 4,096; 3 tokens of padding none.
+    corpus = corpus_of(tmp_path, [[1] * 4096, *([2] * 512 for _ in range(8)), [3] * 5])
+    layout = Layout(0, 1, 8, False)
+
+    def squares(pieces: list[Piece]) -> int:
+        bounds = PackedDocuments(corpus, layout)[planned(pieces, 4, "per-document")].bounds
+        return int((bounds.diff() ** 2).sum())
+
+    one = squares([Piece(0, 0, 0, 4096)])
+    assert one == 8 * squares([Piece(0, d, 0, 512) for d in range(1, 9)]) == 4096**2
+    assert squares([Piece(0, 9, 0, 5)]) == 25
 
 
 def test_the_loader_pins_every_tensor_of_a_micro_batch(tmp_path, monkeypatch):
@@ -509,26 +494,10 @@ def test_reading_a_long_micro_batch_takes_memory_for_its_tokens_and_no_mask_of_t
     assert peak < 100 * tokens
 
 
-def test_flops_are_told_by_document_and_without_padding(tmp_path):
-    """What Megatron sums squares of: 8 documents of 512 are an eighth of one of 4,096; 3 tokens of padding none."""
-    corpus = corpus_of(tmp_path, [[1] * 4096, *([2] * 512 for _ in range(8)), [3] * 5])
-    layout = Layout(0, 1, 8, False)
-
-    def squares(pieces: list[Piece]) -> int:
-        bounds = PackedDocuments(corpus, layout)[planned(pieces, 4, "per-document")].bounds
-        return int((bounds.diff() ** 2).sum())
-
-    whole = squares([Piece(0, 0, 0, 4096)])
-    assert whole == 8 * squares([Piece(0, d, 0, 512) for d in range(1, 9)]) == 4096**2
-    assert squares([Piece(0, 9, 0, 5)]) == 25
-
-
 def test_documents_without_a_token_in_the_files_are_passed_over_and_counted(tmp_path):
     corpus = corpus_of(tmp_path, [[], [1, 2, 3], [], [4], []])
     stream = DocumentStream(corpus.corpora(), Rules(window=8))
-    planner = Planner(
-        stream, make_packer(PackingJob(WlbConfig(), CostModel(8), window=8, micro_batches=1)), global_tokens=8
-    )
+    planner = make_planner(stream, window=8, micro_batches=1)
     plan = planner.next_iteration()
     assert plan is not None and planner.next_iteration() is None
     (micro_batch,) = (candidate for row in plan.micro_batches for candidate in row)
@@ -545,12 +514,8 @@ def test_documents_without_a_token_in_the_files_are_passed_over_and_counted(tmp_
 def test_rows_of_all_ranks_are_put_into_documents_that_begin_where_it_is_told(lengths, cp, kind):
     plan = shard([*lengths, -sum(lengths) % cp] if sum(lengths) % cp else lengths, cp, kind)
     documents = DocumentRows.of(plan)
-    gathered = [
-        (piece, token)
-        for rows in plan.ranks
-        for piece, start, end in rows.tolist()
-        for token in range(start, end)
-    ]
+    segments = [segment for rows in plan.ranks for segment in rows.tolist()]
+    gathered = [(piece, token) for piece, start, end in segments for token in range(start, end)]
     if cp > 1:
         gathered = [gathered[row] for row in documents.order.tolist()]
         assert documents.order[documents.gathered.long()].tolist() == [*range(plan.tokens)]

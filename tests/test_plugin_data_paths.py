@@ -37,11 +37,12 @@ def megatrons(args: argparse.Namespace, part: str) -> tuple[list[str], list[floa
     return common if per_split is None else per_split[PARTS.index(part)]
 
 
-def check(args: argparse.Namespace, part: str) -> None:
-    blend_and_corpora = documents(DataPaths.of(args), part)
-    assert blend_and_corpora is not None
-    paths, weights = megatrons(args, part)
-    assert (blend_and_corpora[0].paths, blend_and_corpora[0].weights) == (paths, weights)
+def check(args: argparse.Namespace, counts_of_parts: tuple[list[int], ...]) -> None:
+    """Each part's corpora and weights are Megatron's, and have so many documents."""
+    for part, counts in zip(PARTS, counts_of_parts, strict=True):
+        blend, corpora = documents(DataPaths.of(args), part) or pytest.fail(f"no {part}")
+        assert (blend.paths, blend.weights) == megatrons(args, part)
+        assert [len(corpus.lengths) for corpus in corpora] == counts
 
 
 def test_data_path_and_the_same_text_in_a_file_are_one_blend_cut_by_split(prefixes, tmp_path):
@@ -51,13 +52,7 @@ def test_data_path_and_the_same_text_in_a_file_are_one_blend_cut_by_split(prefix
         arguments(data_path=text.split(), split="80,10,10"),
         arguments(data_args_path=str(tmp_path / "blend.txt"), split="80,10,10"),
     ):
-        for part, counts in zip(PARTS, ([8, 16], [1, 2], [1, 2]), strict=True):
-            check(args, part)
-            blend_and_corpora = documents(DataPaths.of(args), part)
-            assert (
-                blend_and_corpora is not None
-                and [len(corpus.lengths) for corpus in blend_and_corpora[1]] == counts
-            )
+        check(args, ([8, 16], [1, 2], [1, 2]))
 
 
 def test_parts_of_the_same_files_share_what_was_read_of_them(prefixes):
@@ -66,10 +61,8 @@ def test_parts_of_the_same_files_share_what_was_read_of_them(prefixes):
     parts = [documents(DataPaths.of(args), part, opened) for part in PARTS]
     assert all(opened_part is not None and opened_part[0] is opened[tuple(prefixes)] for opened_part in parts)
     apart = arguments(train_data_path=prefixes[:1], valid_data_path=prefixes[1:])
-    assert [documents(DataPaths.of(apart), part, opened)[0].paths for part in PARTS[:2]] == [
-        prefixes[:1],
-        prefixes[1:],
-    ]
+    of_parts = [documents(DataPaths.of(apart), part, opened)[0].paths for part in PARTS[:2]]
+    assert of_parts == [prefixes[:1], prefixes[1:]]
 
 
 def test_parts_with_paths_of_their_own_are_taken_whole(prefixes, tmp_path):
@@ -82,13 +75,7 @@ def test_parts_with_paths_of_their_own_are_taken_whole(prefixes, tmp_path):
         arguments(per_split_data_args_path=str(tmp_path / "lists.json")),
         arguments(per_split_data_args_path=str(tmp_path / "texts.json"), split="969,30,1"),
     ):
-        for part, counts in zip(PARTS, ([10, 20], [30], [20]), strict=True):
-            check(args, part)
-            blend_and_corpora = documents(DataPaths.of(args), part)
-            assert (
-                blend_and_corpora is not None
-                and [len(corpus.lengths) for corpus in blend_and_corpora[1]] == counts
-            )
+        check(args, ([10, 20], [30], [20]))
 
 
 def test_a_part_without_documents_is_none(prefixes, tmp_path):

@@ -59,9 +59,8 @@ class Timers(list[Any]):
     """Megatron's, as far as they are used: what is started and stopped, in order."""
 
     def __call__(self, name: str, log_level: int) -> Any:
-        return SimpleNamespace(
-            start=lambda: self.append(("start", name, log_level)), stop=lambda: self.append("stop")
-        )
+        begun = "start", name, log_level
+        return SimpleNamespace(start=lambda: self.append(begun), stop=lambda: self.append("stop"))
 
 
 def backward(_: Any, output: Any, gradient: Any, config: Any) -> Any:
@@ -146,9 +145,7 @@ def test_losses_of_a_model_that_may_change_them_are_not_deferred(capsys):
     assert [returns_its_losses(wrapped(kind)) for kind in kinds] == [True, True, True, False, False, False]
     assert returns_its_losses([wrapped(GPTModel)])
     (told,) = capsys.readouterr().out.splitlines()  # once
-    assert told.startswith(
-        "> wlb_megatron: Forward does not return its losses as GPTModel or HybridModel does"
-    )
+    assert told.startswith("> wlb_megatron: Forward does not return its losses as GPTModel or HybridModel")
 
 
 class Doubling(torch.nn.Module):
@@ -187,10 +184,8 @@ def test_losses_on_whose_way_something_may_read_or_change_them_are_not_deferred(
     ids=["another tensor", "in place", "in a list", "nothing"],
 )
 def test_an_output_that_was_changed_after_the_forward_ends_the_job_with_a_cure(change, model):
-    with (
-        pytest.raises(RefusedHere, match=r"was changed after its forward.*--wlb-chunks off"),
-        deferring(True, CONFIG, 2),
-    ):
+    says = r"was changed after its forward.*--wlb-chunks off"
+    with pytest.raises(RefusedHere, match=says), deferring(True, CONFIG, 2):
         claim(change(model(torch.randn(4, 8))))
     with deferring(False, CONFIG, 1):
         assert claim(change(model(torch.randn(4, 8)))) is None
@@ -209,8 +204,5 @@ def test_a_step_with_fewer_losses_than_micro_batches_is_an_error(begun, run, mod
 
 def test_a_backward_before_the_forwards_end_is_an_error(model):
     step = wrap_backward_step(backward)
-    with (
-        pytest.raises(RuntimeError, match="before the end of its forward"),
-        deferring(True, CONFIG, 1),
-    ):
+    with pytest.raises(RuntimeError, match="before the end of its forward"), deferring(True, CONFIG, 1):
         step(None, model(torch.randn(4, 8)), None, SimpleNamespace(timers=None))

@@ -39,21 +39,14 @@ trace trace-iteration train-epochs world-size"""
 
 def test_the_list_of_flags_is_frozen():
     parser = add_arguments(argparse.ArgumentParser())
-    option_strings = sorted(
-        flag
-        for action in parser._actions
-        for flag in action.option_strings
-        if "wlb" in flag and action.help != argparse.SUPPRESS
-    )
+    offered = [action for action in parser._actions if action.help != argparse.SUPPRESS]
+    option_strings = sorted(flag for action in offered for flag in action.option_strings if "wlb" in flag)
     assert option_strings == [f"--wlb-{name}" for name in FLAGS.split()]
 
 
-def test_no_flags_give_the_defaults_of_the_dataclass():
+def test_no_flags_give_the_defaults_of_the_dataclass_and_each_says_its_unit_or_choices_and_default():
     args = add_arguments(argparse.ArgumentParser()).parse_args([])
     assert config_from_args(args) == WlbConfig()
-
-
-def test_every_flag_says_its_unit_or_choices_and_default():
     text = " ".join(add_arguments(argparse.ArgumentParser()).format_help().split())
     for setting in fields(WlbConfig):
         if isinstance(setting.default, str | int | float) and setting.default is not False:
@@ -245,13 +238,8 @@ def test_apex_from_pypi_is_refused_before_megatron_is_imported(tmp_path):
     (tmp_path / "apex" / "__init__.py").write_text("raise RuntimeError('imported')")
     environment = cpu_environment()
     environment["PYTHONPATH"] = f"{tmp_path}:{environment['PYTHONPATH']}"
-    done = subprocess.run(
-        [sys.executable, "-m", "wlb_megatron.pretrain_gpt"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-m", "wlb_megatron.pretrain_gpt"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "apex" in done.stderr and "pip uninstall apex" in done.stderr
     assert "Traceback" not in done.stderr

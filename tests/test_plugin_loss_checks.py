@@ -63,13 +63,10 @@ def test_one_wrong_loss_of_a_step_ends_it_before_any_weight_changes(machine, at,
         losses(*values)
 
 
-def test_infinities_of_both_signs_are_found_as_no_number(machine):
+def test_infinities_of_both_signs_are_no_number_and_a_step_begins_anew_after_one_that_failed(machine):
     check_together(2)
     with pytest.raises(RuntimeError, match="found NaN"):
         losses(float("inf"), float("-inf"))
-
-
-def test_a_step_begins_anew_after_one_that_failed_and_a_loss_outside_is_checked_alone():
     check_together(3)
     assert to_check(torch.tensor(float("nan"))) is None
     check_together(1)

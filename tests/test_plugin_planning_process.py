@@ -106,11 +106,10 @@ def test_a_process_goes_on_where_a_state_was_taken(tmp_path):
     resumed = planner_of(blend)
     resumed.load_state(passed.state())
     planned = list(islice(plan_in_a_process(resumed, settings_of(blend)), 3))
-    assert [iteration.micro_batches[0].pieces for iteration in planned] == [
-        iteration.micro_batches[0].pieces for iteration in expected[3:]
-    ]
-    assert [iteration.state() for iteration in planned] == [iteration.state() for iteration in expected[3:]]
-    assert all(iteration.plan is None for iteration in planned)
+    rows, resumed_rows = (
+        [(one.micro_batches[0].pieces, one.state()) for one in each] for each in (expected[3:], planned)
+    )
+    assert resumed_rows == rows and all(iteration.plan is None for iteration in planned)
 
 
 def test_the_process_imports_neither_torch_nor_megatron_and_maps_the_index(tmp_path, monkeypatch, capfd):
@@ -181,10 +180,8 @@ def test_a_process_that_is_killed_or_stands_still_is_told_and_never_waited_for_f
     monkeypatch.setattr(planning_process, "Child", Noted)
     monkeypatch.setattr(child, "PATIENCE", 0.5)
     blend = corpora(tmp_path)
-    for number, message in (
-        (signal.SIGKILL, "been killed by signal 9"),
-        (signal.SIGSTOP, "no plan in 0.5 s"),
-    ):
+    ends = (signal.SIGKILL, "been killed by signal 9"), (signal.SIGSTOP, "no plan in 0.5 s")
+    for number, message in ends:
         plans = plan_in_a_process(planner_of(blend), settings_of(blend))
         monkeypatch.setattr(child, "PATIENCE", 60)
         next(plans)

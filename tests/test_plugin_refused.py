@@ -146,11 +146,8 @@ def readme_command(corpus: Path, folder: Path) -> list[str]:
 def lines(corpus, tmp_path_factory):
     folder = tmp_path_factory.mktemp("broken")
     index, tokens = corpus.with_suffix(".idx").read_bytes(), corpus.with_suffix(".bin").read_bytes()
-    for name, idx, data in (
-        ("cut", index, tokens[:-10]),
-        ("short", index[:-8], tokens),
-        ("noise", b"x" * 99, b""),
-    ):
+    files = ("cut", index, tokens[:-10]), ("short", index[:-8], tokens), ("noise", b"x" * 99, b"")
+    for name, idx, data in files:
         (folder / f"{name}.idx").write_bytes(idx)
         (folder / f"{name}.bin").write_bytes(data)
     (folder / "folder.idx").write_bytes(index)

@@ -35,16 +35,10 @@ def test_the_tokens_are_of_whole_documents_and_begin_again_where_these_are_few(d
     drawn = text(corpus, 500, 0, None).tolist()
     assert len(drawn) == 500
     while drawn:
-        (document,) = [
-            candidate
-            for candidate in tokens
-            if candidate and drawn[: len(candidate)] == candidate[: len(drawn)]
-        ]
+        (document,) = [each for each in tokens if each and drawn[: len(each)] == each[: len(drawn)]]
         del drawn[: len(document)]
 
-
-def test_data_parallel_ranks_rehearse_other_tokens_and_ids_without_a_row_are_replaced(documents):
-    corpus, _ = documents
+    # Data-parallel ranks rehearse other tokens, and ids without a row are replaced.
     assert text(corpus, 64, 3, None).tolist() == text(corpus, 64, 3, None).tolist()
     assert text(corpus, 64, 3, None).tolist() != text(corpus, 64, 4, None).tolist()
     assert text(corpus, 64, 3, 50).max() == 49
@@ -70,10 +64,7 @@ def test_a_document_in_chunks_is_rehearsed_whole_with_every_micro_batch_full(doc
     planned = [batch.planned for batch in rehearsal.batches]
     chunks = [micro_batch.pieces[0] for micro_batch in planned]
     assert [(chunk.prefix, chunk.tokens) for chunk in chunks] == [(0, 24), (24, 24), (48, 12), (0, 24)]
-    assert {micro_batch.shard.tokens for micro_batch in planned} == {24} and {
-        micro_batch.steps for micro_batch in planned
-    } == {4}
-    assert {micro_batch.chunk_groups for micro_batch in planned} == {(4,)}
+    assert {(each.shard.tokens, each.steps, each.chunk_groups) for each in planned} == {(24, 4, (4,))}
     assert [micro_batch.shard.prefixes.max() for micro_batch in planned] == [0, 24, 48, 0]
     assert rehearsal.sizes.prefix == 60
 
@@ -187,12 +178,9 @@ def test_fp8s_scales_and_histories_are_those_of_a_start_or_of_the_checkpoint(eng
     rehearse(step, chunk, SimpleNamespace(sizes=()))
     assert loaded.fp8_meta["scaling_fwd"].values() == loaded.fp8_meta["scaling_bwd"].values() == before
     assert shortened.fp8_meta["scaling_bwd"].values() == ([56.0] * 3, kept_rows)
-    assert (
-        begun.fp8_meta["scaling_fwd"].values()
-        == begun.fp8_meta["scaling_bwd"].values()
-        == RecipeState.fresh().values()
-    )
-    assert hidden.values() == RecipeState.fresh().values()
+    fresh = RecipeState.fresh().values()
+    assert begun.fp8_meta["scaling_fwd"].values() == begun.fp8_meta["scaling_bwd"].values() == fresh
+    assert hidden.values() == fresh
     held = engine.global_scale_buffer["forward_recipe=delayed,group=None"]
     assert held[0] is loaded.fp8_meta["scaling_fwd"].scale  # it learns on in the same tensors
 

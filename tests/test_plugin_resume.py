@@ -82,10 +82,8 @@ def test_the_state_is_saved_when_megatron_has_applied_the_gradients():
 def test_the_state_is_made_when_megatron_saves_and_not_before():
     args, ours, made = megatron(0), source(), []
     log = resume.wrap_training_log(lambda: None)
-    for iteration in range(3):
-        resume.remember(
-            ours, lambda iteration=iteration: made.append(iteration) or {"at": iteration}, applied=False
-        )
+    for number in range(3):
+        resume.remember(ours, lambda number=number: made.append(number) or {"at": number}, applied=False)
         log()
     assert made == []
     assert saved(args)["planner"] == {"at": 2} and made == [2]
@@ -206,9 +204,7 @@ def test_a_run_goes_on_in_chunks_or_whole_and_by_the_law_it_began_with_until_a_f
         assert began_otherwise(WlbConfig(), same, saved) is None
         packer = copy(same)
         packer.law = replace(same.law, rooms=rooms)
-        assert (
-            began_otherwise(WlbConfig(), packer, saved) == WlbConfig()
-        )  # the packer is made anew, without rooms
+        assert began_otherwise(WlbConfig(), packer, saved) == WlbConfig()  # made anew, without rooms
         assert chosen(WlbConfig(), packer)["keeps_layers"]
 
 
@@ -283,24 +279,13 @@ def test_a_release_checkpoint_without_a_state_is_refused_and_its_batches_grow_by
     assert counts == [10, 14, 18]
 
 
-@pytest.mark.parametrize("fresh_order", [False, True])
-def test_coming_back_from_a_run_without_the_plugin_says_nothing_of_its_weights(fresh_order):
-    load(argparse.Namespace())
-    if not fresh_order:
-        with pytest.raises(Refused):
-            restored(source(), megatron(3))
-        return
-    now, lines = gone_on(source(fresh_order=True), megatron(3))
-    assert lines == ["the document order begins at sample 12: the checkpoint has none"]
-    assert weighs_equally(now.config, now.planner.packer)  # as a new run on this layout
-
-
-def test_a_checkpoint_without_a_state_needs_to_be_told_to_begin_anew():
+def test_a_checkpoint_without_a_state_needs_to_be_told_to_begin_anew_and_says_nothing_of_its_weights():
     load(argparse.Namespace())
     with pytest.raises(Refused, match=r"iteration 3 holds no packing state.*--wlb-fresh-order"):
         restored(source(), megatron(3))
-    anew = source(fresh_order=True)
-    restored(anew, megatron(3))
+    anew, lines = gone_on(source(fresh_order=True), megatron(3))
+    assert lines == ["the document order begins at sample 12: the checkpoint has none"]
+    assert weighs_equally(anew.config, anew.planner.packer)  # as a new run on this layout
     assert anew.planner.samples == 12
     assert anew.planner.trained == 12 * 16  # windows of 16 tokens
     unread = source()
@@ -360,10 +345,8 @@ def test_what_changed_is_refused_with_the_flag_that_takes_it_up_and_taken_up_wit
         kept = sum(piece.tokens for piece in waiting)
         assert f"{len(waiting)} documents ({kept} tokens) that waited train first" in lines
         assert set(arrived[: len(waiting)]) <= set(waiting)
-        assert (
-            lines[1]
-            == f"corpora: 1 {'begin an epoch' if words.startswith('seed') else 'go on where they stood'}"
-        )
+        does = "begin an epoch" if words.startswith("seed") else "go on where they stood"
+        assert lines[1] == f"corpora: 1 {does}"
 
 
 def test_a_run_that_has_taken_up_an_order_goes_on_with_it_when_it_is_queued_again():
@@ -449,15 +432,6 @@ def test_a_digest_takes_what_was_saved_and_what_has_none():
     assert resume._sealed(WHOLE) not in DAMAGED.values()  # each damage has changed something
 
 
-@pytest.mark.parametrize(
-    "saved", [with_planner(iteration=float("inf")), json.dumps({**WHOLE, "settings": None})]
-)
-def test_a_state_of_wrong_kinds_of_values_is_refused_with_a_line(saved):
-    load(argparse.Namespace(wlb_state=saved))
-    with pytest.raises(Refused, match="the packing state is damaged: resume from another checkpoint; or add"):
-        restored(documents(), megatron(4))
-
-
 @pytest.mark.parametrize("damage", DAMAGED)
 def test_a_state_that_cannot_be_read_is_said_to_be_and_all_begins(damage):
     args = megatron(4, samples=8)
@@ -467,6 +441,13 @@ def test_a_state_that_cannot_be_read_is_said_to_be_and_all_begins(damage):
     now = documents(fresh=True)
     assert "cannot be read" in restored(now, args)[1]
     assert now.planner.next_iteration().arrived == documents().planner.next_iteration().arrived
+
+
+def test_a_state_of_wrong_kinds_of_values_is_refused_with_a_line():
+    for wrong in (with_planner(iteration=float("inf")), json.dumps({**WHOLE, "settings": None})):
+        load(argparse.Namespace(wlb_state=wrong))
+        with pytest.raises(Refused, match="the packing state is damaged: resume from another checkpoint; or"):
+            restored(documents(), megatron(4))
 
 
 def test_a_resumed_run_says_at_which_length_documents_are_split_if_it_could_take_longer_ones():

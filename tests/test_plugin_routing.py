@@ -73,10 +73,8 @@ def test_biases_count_no_padding_and_megatron_gets_no_mask_to_fail_on():
     routes = torch.tensor([[True, False, True], [True, True, False]])
     apply("router", routes, torch.tensor([False, True]))
     apply("router", routes)
-    assert [arguments[1].tolist() for arguments in seen] == [
-        [[True, False, True], [False, False, False]],
-        routes.tolist(),
-    ]
+    unpadded = [[True, False, True], [False, False, False]]
+    assert [arguments[1].tolist() for arguments in seen] == [unpadded, routes.tolist()]
     assert all(len(arguments) == 2 for arguments in seen)
 
 
@@ -133,17 +131,22 @@ class Router:
         return float(kind == "seq_aux_loss")
 
 
+def balance_of_each(
+    scores: torch.Tensor, routes: torch.Tensor, index: torch.Tensor, count: int
+) -> torch.Tensor:
+    """The sum of Megatron's losses of so many documents, each alone and times its tokens."""
+    losses = []
+    for mine in (index == document for document in range(count)):
+        length = int(mine.sum())
+        loss = switch_load_balancing_loss_func(scores[mine], routes[mine].sum(0), length, 2, 4, 1.0)
+        losses.append(length * loss)
+    return torch.stack(losses).sum()
+
+
 def test_a_documents_balance_is_megatrons_of_it_alone_and_weighs_by_its_tokens(monkeypatch):
     """On one rank, and as parts of two that hold tokens of all documents."""
     scores, routes, index = routed(torch.Generator().manual_seed(0))
-    right = sum(
-        length
-        * switch_load_balancing_loss_func(
-            scores[index == document], routes[index == document].sum(0), length, 2, 4, 1.0
-        )
-        for document, length in enumerate(LENGTHS_OF[:3])
-    )
-    right = right / sum(LENGTHS_OF[:3])
+    right = balance_of_each(scores, routes, index, 3) / sum(LENGTHS_OF[:3])
     (wanted,) = torch.autograd.grad(right, scores)
     loss, tokens = balance(Router(), scores, routes, Documents(index, 4))
     assert tokens == 15 and torch.allclose(loss.double(), right, rtol=1e-6)
@@ -171,30 +174,18 @@ IN_CHUNKS = (
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_chunks_balance_as_their_document_whole_whether_their_layer_is_recomputed_or_not(recomputed):
     """Values add up to the whole documents', and each token's gradient is that of its whole document."""
-    from megatron.core.transformer.moe.moe_utils import (
-        compute_routing_scores_for_aux_loss,
-        switch_load_balancing_loss_func,
-    )
-
     logits = torch.randn(14, 4, generator=torch.Generator().manual_seed(1)).requires_grad_()
     pieces = [piece for row in IN_CHUNKS for piece in row]
     document = torch.tensor([piece.document for piece in pieces for _ in range(piece.tokens)])
     routes, scores = compute_routing_scores_for_aux_loss(logits, 2, "softmax")
-    right = sum(
-        length * switch_load_balancing_loss_func(scores[mine], routes[mine].sum(0), length, 2, 4, 1.0)
-        for mine, length in ((document == at, int((document == at).sum())) for at in range(3))
-    )
+    right = balance_of_each(scores, routes, document, 3)
     (wanted,) = torch.autograd.grad(right, logits)
     lengths = [np.array([piece.tokens for piece in row]) for row in IN_CHUNKS]
     plans = cut(lengths, 1, "per-document", h100(), links_of(IN_CHUNKS))
-    micro_batches = [
-        Documents(
-            torch.arange(len(row)).repeat_interleave(torch.tensor(size)),
-            len(row),
-            chunks_of(row, plan.chunks),
-        )
-        for row, size, plan in zip(IN_CHUNKS, lengths, plans, strict=True)
-    ]
+    micro_batches = []
+    for row, size, plan in zip(IN_CHUNKS, lengths, plans, strict=True):
+        of_tokens = torch.arange(len(row)).repeat_interleave(torch.tensor(size))
+        micro_batches.append(Documents(of_tokens, len(row), chunks_of(row, plan.chunks)))
     router, held = Router(), logits.split([7, 5, 2])
 
     def loss_of(at: int) -> torch.Tensor:
@@ -254,7 +245,5 @@ def test_routers_of_a_layer_that_is_recomputed_get_its_own_micro_batchs_document
 def test_without_a_plan_megatrons_own_loss_is_taken(monkeypatch):
     apply = wrap_apply_seq_aux_loss(lambda *args, **kwargs: (args, kwargs))
     router = SimpleNamespace(get_aux_loss_coeff=lambda kind: 0.1)
-    assert apply(router, "probs", "scores", "routes", 8, 1, with_padding_mask=True) == (
-        (router, "probs", "scores", "routes", 8, 1),
-        {"with_padding_mask": True},
-    )
+    arguments = router, "probs", "scores", "routes", 8, 1
+    assert apply(*arguments, with_padding_mask=True) == (arguments, {"with_padding_mask": True})

@@ -32,30 +32,34 @@ def provider(samples, vp_stage=None):
     return samples
 '''
 LIKE_IT = {
-    "comments and layout": lambda text: text.replace(
-        "next(data_iterator)", "next(  # of a batch\n        data_iterator)"
-    ),
-    "docstrings": lambda text: text.replace("One step.", "One step of ours.").replace(
-        '    """Its loss."""\n', ""
-    ),
-    "annotations": lambda text: text.replace("(samples, ", "(samples: list, "),
-    "other lines": lambda text: "import os\n" + text + "\ndef more():\n    return 2\n",
-    "another name of the loss": lambda text: text.replace(
-        "partial(loss_func,", "partial(their_loss,"
-    ).replace("def loss_func", "def their_loss"),
-    "a loss without the model": lambda text: text.replace(", loss_mask, model=model)", ", loss_mask)"),
-    "another loss": lambda text: text.replace("sum(output_tensor)", "2 * sum(output_tensor)"),
+    "comments and layout": {"next(data_iterator)": "next(  # of a batch\n        data_iterator)"},
+    "docstrings": {"One step.": "One step of ours.", '    """Its loss."""\n': ""},
+    "annotations": {"(samples, ": "(samples: list, "},
+    "other lines": {"import math": "import math, os\n\ndef more():\n    return 2\n"},
+    "another name of the loss": {
+        "partial(loss_func,": "partial(their_loss,",
+        "def loss_func": "def their_loss",
+    },
+    "a loss without the model": {", loss_mask, model=model)": ", loss_mask)"},
+    "another loss": {"sum(output_tensor)": "2 * sum(output_tensor)"},
 }
 UNLIKE_IT = {
-    "the step": lambda text: text.replace("model(tokens)", "model(tokens) * 2"),
-    "a helper of the step": lambda text: text.replace("next(data_iterator)", "next(data_iterator)[::-1]"),
-    "what the loss is given": lambda text: text.replace(
-        "loss_mask, model=model)", "loss_mask, model=model, scale=2)"
-    ),
-    "a decorated helper": lambda text: text.replace(
-        "def get_batch", "def twice(f):\n    return lambda *a: f(*a)\n\n@twice\ndef get_batch"
-    ),
+    "the step": {"model(tokens)": "model(tokens) * 2"},
+    "a helper of the step": {"next(data_iterator)": "next(data_iterator)[::-1]"},
+    "what the loss is given": {"loss_mask, model=model)": "loss_mask, model=model, scale=2)"},
+    "a decorated helper": {
+        "def get_batch": "def twice(f):\n    return lambda *a: f(*a)\n\n@twice\ndef get_batch"
+    },
 }
+"""What a fork replaces in SCRIPT, and by what."""
+
+
+def changed(replaced: dict[str, str]) -> str:
+    text = SCRIPT
+    for old, new in replaced.items():
+        assert old in text
+        text = text.replace(old, new)
+    return text
 
 
 @pytest.fixture
@@ -81,13 +85,13 @@ def script(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("what", LIKE_IT)
 def test_a_forks_other_lines_do_not_matter(what, script):
-    module = script(LIKE_IT[what](SCRIPT))
+    module = script(changed(LIKE_IT[what]))
     assert is_megatrons(module.forward_step) and is_megatrons(module.provider)
 
 
 @pytest.mark.parametrize("what", UNLIKE_IT)
 def test_what_changes_a_step_is_seen_also_in_its_helpers(what, script):
-    module = script(UNLIKE_IT[what](SCRIPT))
+    module = script(changed(UNLIKE_IT[what]))
     assert not is_megatrons(module.forward_step) and is_megatrons(module.provider)
 
 
@@ -106,13 +110,9 @@ def test_megatrons_own_are_replaced_without_a_word(script, capsys):
 
 
 def test_a_loss_function_of_the_scripts_own_is_called_with_and_without_a_model(script, capsys):
-    head = "def loss_func(loss_mask, output_tensor, model=None):"
-    for parameters, expected in (("", 10), (", model=None", 50)):
-        text = SCRIPT.replace(head, f"def loss_func(loss_mask, output_tensor{parameters}):")
-        text = text.replace(
-            "sum(output_tensor)", f"{'len(model)' if parameters else 1} * 2 * sum(output_tensor)"
-        )
-        handed(script(text))
+    for parameters, factor, expected in (("", "2", 10), (", model=None", "2 * len(model)", 50)):
+        ours = {"sum(output_tensor)": f"{factor} * sum(output_tensor)", ", model=None)": f"{parameters})"}
+        handed(script(changed(ours)))
         function = loss_to_call("wlb_m", distills=False)
         assert function is not None and function([1, 1], [2, 3])[0] == expected
         assert "calls the script's own loss function loss_func (" in capsys.readouterr().out
