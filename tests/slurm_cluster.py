@@ -71,26 +71,14 @@ def cluster(folder: Path, names: tuple[str, ...] = ()) -> Iterator[dict[str, str
     key.write_bytes(secrets.token_bytes(1024))
     key.chmod(0o400)
     configuration = folder / "slurm.conf"
-    configuration.write_text(
-        CONFIGURATION.format(
-            host=host,
-            user="root",
-            folder=folder,
-            controller=free_port(),
-            nodes="\n".join(NODE.format(name=name, host=host, port=free_port()) for name in names),
-        )
-    )
+    nodes = "\n".join(NODE.format(name=name, host=host, port=free_port()) for name in names)
+    places = {"host": host, "user": "root", "folder": folder, "controller": free_port()}
+    configuration.write_text(CONFIGURATION.format(nodes=nodes, **places))
     environment = {**os.environ, "PATH": _path(), "SLURM_CONF": str(configuration)}
     munge = [f"--{name}-file={folder / 'munge' / name}" for name in ("pid", "log", "seed")]
+    munge += [f"--key-file={key}", f"--socket={folder / 'munge' / 'socket'}"]
     daemons = [
-        [
-            "munged",
-            "--foreground",
-            "--force",
-            f"--key-file={key}",
-            f"--socket={folder / 'munge' / 'socket'}",
-            *munge,
-        ],
+        ["munged", "--foreground", "--force", *munge],
         ["slurmctld", "-D", "-f", str(configuration)],
         *(["slurmd", "-D", "-N", name, "-f", str(configuration)] for name in names),
     ]
@@ -100,9 +88,8 @@ def cluster(folder: Path, names: tuple[str, ...] = ()) -> Iterator[dict[str, str
             quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
             started.append(subprocess.Popen(daemon, env=environment, **quiet))
             time.sleep(0.5)
-        wait_for(
-            lambda: ask(["sinfo", "-h", "-N", "-o", "%t"], environment).split() == ["idle"] * len(names), 60
-        )
+        states, idle = ["sinfo", "-h", "-N", "-o", "%t"], ["idle"] * len(names)
+        wait_for(lambda: ask(states, environment).split() == idle, 60)
         yield environment
     finally:
         with suppress(subprocess.TimeoutExpired, TimeoutError):

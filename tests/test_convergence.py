@@ -107,9 +107,8 @@ def test_the_sorted_control_trains_every_token_of_64_batches_once_shortest_first
     arrived = [Piece(0, at, 0, int(length)) for at, length in enumerate(lengths)]
     trained: list[Piece] = []
     for iteration in range(64):
-        grid, put_back = packer.pack(
-            iteration, [] if iteration else arrived, Batch(2, 0 if iteration else 64)
-        )
+        batch = Batch(2, 0 if iteration else 64)
+        grid, put_back = packer.pack(iteration, [] if iteration else arrived, batch)
         assert not put_back
         trained += [piece for row in grid for micro_batch in row for piece in micro_batch.pieces]
     covered = np.zeros(len(lengths), dtype=int)
@@ -123,21 +122,17 @@ def test_the_cut_control_trains_plains_pieces_in_other_micro_batches() -> None:
     from wlb_megatron.packing.baselines import OriginalPacker
 
     generator = np.random.default_rng(0)
-    packers = [
-        kind(PackingJob(WlbConfig(), CostModel(12.0, 0.0), window=64, micro_batches=4))
-        for kind in (OriginalPacker, CutPacker)
-    ]
+    job = PackingJob(WlbConfig(), CostModel(12.0, 0.0), window=64, micro_batches=4)
+    packers = OriginalPacker(job), CutPacker(job)
     for iteration in range(20):
         lengths = [52, 52, 52, 52, 52] if iteration == 10 else generator.integers(1, 65, 9).tolist()
         arrived = [Piece(0, 100 * iteration + at, 0, length) for at, length in enumerate(lengths)]
-        plain, cut = (packer.pack(iteration, arrived, Batch(4)).grid for packer in packers)
-        assert sorted(piece for (micro_batch,) in plain for piece in micro_batch.pieces) == sorted(
-            piece for (micro_batch,) in cut for piece in micro_batch.pieces
-        )
-        assert max(micro_batch.work for (micro_batch,) in cut) <= max(
-            micro_batch.work for (micro_batch,) in plain
-        )
-        assert all(micro_batch.pieces and micro_batch.tokens <= 128 for (micro_batch,) in cut)
+        grids = (packer.pack(iteration, arrived, Batch(4)).grid for packer in packers)
+        plain, cut = ([micro_batch for (micro_batch,) in grid] for grid in grids)
+        pieces, others = (sorted(piece for one in each for piece in one.pieces) for each in (plain, cut))
+        assert pieces == others
+        assert max(one.work for one in cut) <= max(one.work for one in plain)
+        assert all(one.pieces and one.tokens <= 128 for one in cut)
 
 
 def test_without_masks_a_micro_batch_is_one_document() -> None:
@@ -186,9 +181,8 @@ def test_losses_are_compared_with_plain_of_the_same_seed_and_half_written_lines_
     path.write_text("".join(json.dumps(run) + "\n" for run in runs) + '{"arm": "wl')
     read = convergence_report.read_runs([path, tmp_path / "none.jsonl"])
     differences, by_length = convergence_report.paired(read, "wlb")
-    assert differences == pytest.approx([0.1, 0.2]) and by_length == pytest.approx(
-        np.array([[0.1, 0.1], [0.2, 0.2]])
-    )
+    assert differences == pytest.approx([0.1, 0.2])
+    assert by_length == pytest.approx(np.array([[0.1, 0.1], [0.2, 0.2]]))
     report(read, tmp_path / "out")
     assert "+0.1500" in capsys.readouterr().out
     assert len((tmp_path / "out" / "convergence.csv").read_text().splitlines()) == 7
@@ -332,9 +326,8 @@ def test_peers_are_compared_with_a_reference_that_ran_later_and_keep_rows_that_w
     class Trained(Ranks):
         def run(self, kind: str, job: list[str], log: Path, limit: float) -> int:
             loss = 2.0 if "--sft" in job else 2.5
-            log.write_text(
-                f"iteration 1/ 1 | elapsed time per iteration (ms): 10.0 | lm loss: {loss} | grad norm: 1.0\n"
-            )
+            timed = "iteration 1/ 1 | elapsed time per iteration (ms): 10.0"
+            log.write_text(f"{timed} | lm loss: {loss} | grad norm: 1.0\n")
             return 0
 
     monkeypatch.setattr(gpu_peers, "WarmRanks", Trained)

@@ -25,13 +25,8 @@ def run(*arguments: str, first_on_path: Path | None = None) -> subprocess.Comple
     environment = cpu_environment()
     paths = environment["PYTHONPATH"].split(":")[1:]  # without the shim that answers for a GPU
     environment["PYTHONPATH"] = ":".join([str(first_on_path)] * (first_on_path is not None) + paths)
-    return subprocess.run(
-        [sys.executable, "-m", "wlb_megatron.cli", "doctor", *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-m", "wlb_megatron.cli", "doctor", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.megatron
@@ -105,7 +100,7 @@ def test_flash_attention_of_another_version_and_what_stock_makes_of_it_are_told(
     assert finding.cure == "flash-attn-4 is 4.0.0b11, tried is 4.0.0b36"
 
 
-def test_a_check_that_breaks_is_a_finding_and_not_the_end() -> None:
+def test_a_check_that_breaks_is_a_finding_and_a_checkout_that_is_none_is_refused():
     def broken_part():  # type: ignore[no-untyped-def]
         yield checks.Finding("first", "fine")
         raise RuntimeError("no\n such  library")
@@ -113,14 +108,13 @@ def test_a_check_that_breaks_is_a_finding_and_not_the_end() -> None:
     first, second = doctor_command.examine(broken_part)
     assert first.verdict == checks.OK
     assert second == checks.Finding("broken part", "no such library", checks.FIX)
-
-
-def test_a_checkout_that_is_none_is_refused() -> None:
     with pytest.raises(WlbError, match="has no folder megatron"):
         doctor_command.run_doctor(argparse.Namespace(checkout="/nowhere", no_self_test=True))
 
 
-def test_the_self_test_sees_a_key_too_many(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_self_test_sees_a_key_too_many_and_a_rank_that_fails_is_told_by_its_last_line(
+    monkeypatch, tmp_path
+):
     """One rank in this process, right and then with a mask that lets each query see its next key."""
     threads = torch.get_num_threads()
     assert attention_check.rank_error("cpu", 1, str(tmp_path / "one"), 0) < 1e-12
@@ -133,9 +127,6 @@ def test_the_self_test_sees_a_key_too_many(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr(torch_backend, "_scores", leaking)
     assert attention_check.rank_error("cpu", 1, str(tmp_path / "two"), 0) > 1e-3
     torch.set_num_threads(threads)
-
-
-def test_a_rank_that_fails_is_told_by_its_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_check.sys, "executable", shutil.which("false"))
     with pytest.raises(WlbError, match="self-test failed on cpu"):
         attention_check.run(2, gpu=False)

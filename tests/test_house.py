@@ -84,9 +84,8 @@ def arrows() -> dict[str, set[str]]:
                     own.add(whole if whole in names else part)
             elif isinstance(node, ast.Import):
                 own |= {alias.name.removeprefix("wlb_megatron.") for alias in node.names} & names
-    return {
-        name: others - {name} for name, others in imports.items()
-    }  # a child process begins in its own module
+    # A child process begins in its own module.
+    return {name: others - {name} for name, others in imports.items()}
 
 
 def test_no_file_imports_itself_by_way_of_others() -> None:
@@ -117,11 +116,8 @@ def test_no_file_imports_upwards() -> None:
         return FLOORS.index(first) + 1 if first in FLOORS else top if first in ENTRIES else 0
 
     pairs = [(name, other) for name, others in arrows().items() for other in others]
-    assert not [
-        f"{name} imports {other}"
-        for name, other in pairs
-        if floor(other) > floor(name) and not name.endswith("__main__")
-    ]
+    upwards = [pair for pair in pairs if floor(pair[1]) > floor(pair[0]) and "__main__" not in pair[0]]
+    assert not upwards
 
 
 def test_no_folder_of_the_plugin_imports_upwards() -> None:
@@ -253,10 +249,8 @@ LONG_SIGNATURES = {
 
 
 def test_functions_take_records_not_many_arguments() -> None:
-    def many(function: ast.FunctionDef) -> bool:
-        return (
-            len({parameter.arg for parameter in parameters_of(function)} - {"self", "cls"}) > MOST_PARAMETERS
-        )
+    def taken(function: ast.FunctionDef) -> set[str]:
+        return {parameter.arg for parameter in parameters_of(function)} - {"self", "cls"}
 
-    taking_many = {function.name for _, function in functions() if many(function)}
+    taking_many = {function.name for _, function in functions() if len(taken(function)) > MOST_PARAMETERS}
     assert taking_many <= LONG_SIGNATURES

@@ -124,11 +124,8 @@ def test_a_roll_gives_the_next_row_and_leaves_each_depth_its_factor_alone(roll):
         assert torch.equal(copied, rolled[2])
     padding = torch.tensor([[False, False, True]])
     assert roll(padding, packed_seq_params=params)[0] is padding
-    for not_planned in (
-        mask,
-        tokens[:1].clone(),
-        of_depths[:1].clone(),
-    ):  # a third depth, a second copy, a copied mask
+    # A third depth, a second copy, a copied mask.
+    for not_planned in (mask, tokens[:1].clone(), of_depths[:1].clone()):
         with pytest.raises(WlbError, match="not planned"):
             roll(not_planned, packed_seq_params=params)
 

@@ -34,11 +34,8 @@ def defined(path: Path) -> set[str]:
                 continue
             if isinstance(node, ast.Import | ast.ImportFrom):
                 names |= {alias.asname or alias.name.split(".")[0] for alias in node.names}
-            names |= {
-                name.id
-                for name in ast.walk(node)
-                if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)
-            }
+            named = [name for name in ast.walk(node) if isinstance(name, ast.Name)]
+            names |= {name.id for name in named if isinstance(name.ctx, ast.Store)}
             blocks += [getattr(node, part) for part in ("body", "orelse", "finalbody") if hasattr(node, part)]
             blocks += [handler.body for handler in getattr(node, "handlers", [])]
     return names

@@ -37,9 +37,8 @@ def write_version(root: Path, version: str) -> None:
     major, minor, patch = version.split(".")
     info = root / "megatron" / "core" / "package_info.py"
     info.parent.mkdir(parents=True, exist_ok=True)
-    info.write_text(
-        f"MAJOR = {major}\nMINOR = {minor}\nPATCH = {patch}\nPRE_RELEASE = ''\nraise SystemExit('run')\n"
-    )
+    numbers = f"MAJOR = {major}\nMINOR = {minor}\nPATCH = {patch}\n"
+    info.write_text(f"{numbers}PRE_RELEASE = ''\nraise SystemExit('run')\n")
 
 
 @pytest.fixture(params=PLACES)
@@ -146,15 +145,13 @@ def test_what_was_merged_by_hand_counts_as_applied_and_is_not_taken_out(checkout
     assert tree(checkout) == merged
 
 
-def test_a_half_patched_fork_gets_the_rest(checkout):
+def test_a_half_patched_fork_gets_the_rest_also_inside_another_repository(checkout):
     first, second = patches_of(checkout_version(checkout))
     git_apply(checkout, [second])
     assert [state_of(checkout, patch).applied for patch in (first, second)] == [False, True]
     assert main(["patch", "--apply", str(checkout)]) == 0
     assert all(state_of(checkout, patch).applied for patch in (first, second))
-
-
-def test_a_checkout_inside_another_repository_is_patched_too(checkout):
+    assert main(["patch", "--revert", str(checkout)]) == 0
     subprocess.run(["rm", "-rf", str(checkout / ".git")], check=True)
     subprocess.run(["git", "init", "-q", str(checkout.parent)], check=True)
     (checkout.parent / ".gitignore").write_text("fork/\n")

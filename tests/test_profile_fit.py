@@ -44,10 +44,8 @@ def truth(way: str, *, executor: bool = True) -> Any:
     def part(rows: Any) -> Any:
         return tuple(tuple(ns * share for ns in row) for row in rows)
 
-    rows = {
-        name: getattr(OVERHEADS, name)
-        for name in ("call", "segment", "second_call", "moved_query", "moved_key")
-    }
+    alike = "call", "segment", "second_call", "moved_query", "moved_key"
+    rows = {name: getattr(OVERHEADS, name) for name in alike}
     rows |= {"query_row": OVERHEADS.query, "key_row": OVERHEADS.key}
     return replace(
         table,
@@ -128,12 +126,10 @@ def test_a_fit_finds_the_costs_that_the_times_were_made_of(costs):
 
 def test_a_host_that_waits_for_routes_launches_as_fast_as_with_few_tokens(samples):
     launches = {64: 300_000, 1024: 400_000, 8192: 3_000_000, 32768: 12_000_000}
-    timed = [
-        sample | {f"host_{way}": launches[sample["sizes"]["tokens"]] for way in SHARES}
-        if sample["part"] == "layer"
-        else sample
-        for sample in samples
-    ]
+    timed = [dict(sample) for sample in samples]
+    for sample in timed:
+        if sample["part"] == "layer":
+            sample |= {f"host_{way}": launches[sample["sizes"]["tokens"]] for way in SHARES}
     assert fit(MODEL, timed, GPU).host == (1_700_000, 1_700_000)
     routed = replace(MODEL, experts=Experts(8, 1376, tensor=4, chosen=8))
     assert fit(routed, timed, GPU).host == (300_000, 300_000)
@@ -161,12 +157,10 @@ def test_bottom_right_calls_have_the_times_that_were_measured_of_them(samples, b
     for queries in (512, 2048, 8192):
         for ratio, share in shares.items():
             rows, keys = np.array([queries]), np.array([round(queries * ratio)])
+            still = replace(table, moved_query=0.0, moved_key=0.0)
             rectangle, masked = (
                 float(ns[0]) - table.segment - table.query_row * queries - table.key_row * keys[0]
-                for ns in (
-                    replace(table, moved_query=0.0, moved_key=0.0).rectangle_ns(rows, keys),
-                    table.bottom_right_ns(rows, keys),
-                )
+                for ns in (still.rectangle_ns(rows, keys), table.bottom_right_ns(rows, keys))
             )
             assert masked == pytest.approx(rectangle * share, rel=0.06), (queries, ratio)
 
@@ -208,19 +202,9 @@ def test_a_curve_goes_on_as_its_last_line_does():
     forward, backward = curve.at([0, 10, 15, 30, 60])
     assert forward.tolist() == [100, 100, 100, 200, 500]
     assert backward.tolist() == pytest.approx([1, 1, 1.5, 3, 6])
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"tokens": (1.0,), "forward": (1.0,), "backward": (1.0,)},
-        {"tokens": (2.0, 1.0), "forward": (1.0, 2.0), "backward": (1.0, 2.0)},
-        {"tokens": (1.0, 2.0), "forward": (1.0,), "backward": (1.0, 2.0)},
-    ],
-)
-def test_a_curve_refuses_what_is_none(fields):
-    with pytest.raises(ValueError, match="token count"):
-        Curve(**fields)
+    for tokens, forward, backward in ((1,), (1,), (1,)), ((2, 1), (1, 2), (1, 2)), ((1, 2), (1,), (1, 2)):
+        with pytest.raises(ValueError, match="token count"):  # no curve
+            Curve(tokens=tokens, forward=forward, backward=backward)
 
 
 @pytest.mark.parametrize("part", ["call", "layer", "optimizer", "rectangle", "diagonal", "loss"])

@@ -67,10 +67,8 @@ def test_a_backend_is_one_entry(monkeypatch):
     here = kernel_choice.Layer(64, 64, capability=(9, 0))
     odd = replace(here, dim=65)
     assert kernel_choice.chosen("auto", here) == ("mine", "")
-    assert kernel_choice.chosen("auto", replace(odd, capability=(8, 0))) == (
-        "cudnn",
-        "heads of 65 channels are odd",
-    )
+    why = "heads of 65 channels are odd"
+    assert kernel_choice.chosen("auto", replace(odd, capability=(8, 0))) == ("cudnn", why)
     assert kernel_choice.describe("cudnn", "why") == "cuDNN's kernels, not Mine's: why"
     assert kernel_choice.kernels("mine", True) == 1
     refused = "--wlb-kernels mine cannot be used: heads of 65 channels are odd; use"

@@ -148,12 +148,17 @@ def test_bad_input_is_one_line_and_leaves_nothing(flags, message, tmp_path, caps
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
-def test_markdown_and_csv_by_hand():
+def test_markdown_and_csv_by_hand_and_a_table_is_written_whole_or_not_at_all(tmp_path):
     assert as_markdown([Section("T", ("a", "b"), [["1", "x"]], "note")]) == (
         "### T\n\nnote\n\n| a | b |\n| --- | --- |\n| 1 | x |\n"
     )
     assert as_csv([{"a": 1, "b": None}, {"a": "x,y", "b": 2.5}]) == 'a,b\n1,\n"x,y",2.5\n'
     assert as_csv([]) == ""
+    write_csv(tmp_path / "rows.csv", [{"a": 1, "b": None}, {"a": 2, "c": "x, y"}])
+    assert (tmp_path / "rows.csv").read_text() == 'a,b,c\n1,,\n2,,"x, y"\n'
+    with pytest.raises(WlbError, match=r"cannot write .*give another --out"):
+        write_csv(tmp_path / "none" / "rows.csv", [{"a": 1}])
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.csv"]
 
 
 def test_a_folder_or_file_appears_whole_or_not_at_all(tmp_path):
@@ -191,7 +196,7 @@ def test_a_device_or_pipe_is_written_to_and_a_link_stays(tmp_path):
     assert sorted(p.name for p in tmp_path.rglob("*")) == ["folder", "link", "pipe", "target"]
 
 
-def test_a_trace_holds_every_event_in_microseconds():
+def test_a_trace_holds_every_event_in_microseconds_and_a_documents_chunks_carry_its_letter():
     trace = chrome_trace([pipeline_events([1000.0, 3000.0], [2000.0, 4000.0], 2)])
     work = [e for e in trace["traceEvents"] if e["ph"] == "X"]
     assert [(e["name"], e["ts"], e["dur"]) for e in work if e["tid"] == 0] == [
@@ -200,9 +205,6 @@ def test_a_trace_holds_every_event_in_microseconds():
     names = [e["args"]["name"] for e in trace["traceEvents"] if e["ph"] == "M"]
     assert names == ["data-parallel rank 0 (simulated)", "stage 0", "stage 1"]
     json.dumps(trace)
-
-
-def test_a_traces_chunks_of_a_document_carry_its_letter_and_a_legend():
     events = pipeline_events([1.0, 1.0, 1.0], [2.0, 2.0, 2.0], 1, groups=(2, 1))
     trace = chrome_trace([events], documents=[[7, 7, -1]])
     work = [e for e in trace["traceEvents"] if e["ph"] == "X"]
@@ -253,11 +255,3 @@ def test_a_timeline_shades_what_backwards_recompute_of_each_stage(tmp_path, monk
     starts = {bar.get_x() for bar in axes[0].patches if bar.get_hatch()}
     assert {bar.get_x() for bar in shades[0]} == starts, "it comes first in a backward"
     assert "dark: recomputed" in axes[-1].get_xlabel()
-
-
-def test_a_table_of_rows_with_keys_of_their_own_is_written_whole_or_not_at_all(tmp_path):
-    write_csv(tmp_path / "rows.csv", [{"a": 1, "b": None}, {"a": 2, "c": "x, y"}])
-    assert (tmp_path / "rows.csv").read_text() == 'a,b,c\n1,,\n2,,"x, y"\n'
-    with pytest.raises(WlbError, match=r"cannot write .*give another --out"):
-        write_csv(tmp_path / "none" / "rows.csv", [{"a": 1}])
-    assert [path.name for path in tmp_path.iterdir()] == ["rows.csv"]

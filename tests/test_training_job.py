@@ -118,9 +118,8 @@ def test_latent_attention_has_the_weights_of_its_compressions():
     assert job.memory is not None
     shape = fullest_stage(job, job.memory)
     shared, compression = weights - 2048 * 576 - 3 * 2048 * 5632, 2048 * 576
-    assert attention_parameters(shape) == 4 * (shared // 4 + compression), (
-        "each rank has the whole compression"
-    )
+    by_ranks = 4 * (shared // 4 + compression)  # each rank has the whole compression
+    assert attention_parameters(shape) == by_ranks
 
 
 def test_the_square_of_a_length_is_the_work_of_the_layers_with_attention_alone():
@@ -149,14 +148,8 @@ def test_a_profile_must_be_of_the_jobs_experts(tmp_path):
     model = training_job(**MOE).model.shape
     experts = {"count": 8, "ffn": 1024, "parallel": 1, "tensor": 1, "chosen": 2}
     sizes = {"hidden": model.hidden, "ffn": 2048, "heads": model.heads, "kv_heads": model.kv_heads}
-    sizes |= {
-        "head_dim": model.head_dim,
-        "gated": model.gated,
-        "vocab": 100,
-        "tp": 1,
-        "cp": 1,
-        "fused": False,
-    }
+    sizes |= {"head_dim": model.head_dim, "gated": model.gated, "vocab": 100, "tp": 1, "cp": 1}
+    sizes["fused"] = False
     costs = fit(ProfiledModel(**sizes), made_samples(), GPU).as_dict()
     settings = {"model": {**sizes, "experts": experts}, "gpu": "a GPU", "versions": {}}
     path = tmp_path / "profile.json"

@@ -15,9 +15,8 @@ from wlb_megatron.report import watch_command
 from wlb_megatron.report.run_log import RunLog, summary
 from wlb_megatron.report.watch_command import POINTS, chart, thinned
 
-BROWSER = next(
-    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
-)
+BROWSERS = "chromium", "chromium-browser", "google-chrome"
+BROWSER = next((path for name in BROWSERS if (path := shutil.which(name))), None)
 
 
 def line(iteration: int, **changes: Any) -> str:
@@ -187,14 +186,12 @@ def test_a_browser_shows_the_page(log, tmp_path):
     page, shot = tmp_path / "page.html", tmp_path / "page.png"
     assert main(["watch", str(log), "--html", str(page)]) == 0
     assert BROWSER is not None
-    browser = [
-        BROWSER,
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
+    browser = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--window-size=1200,1800"]
+    browser += [
         f"--user-data-dir={tmp_path / 'profile'}",
+        "--host-resolver-rules=MAP * ~NOTFOUND",
+        "--dump-dom",
     ]
-    browser += ["--window-size=1200,1800", "--host-resolver-rules=MAP * ~NOTFOUND", "--dump-dom"]
     how = {"capture_output": True, "text": True, "timeout": 120}
     done = subprocess.run([*browser, f"--screenshot={shot}", page.as_uri()], **how)
     assert done.returncode == 0, done.stderr[-2000:]
