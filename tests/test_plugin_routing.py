@@ -7,7 +7,10 @@ import numpy as np
 import pytest
 import torch
 from megatron.core import parallel_state
-from megatron.core.transformer.moe.moe_utils import switch_load_balancing_loss_func
+from megatron.core.transformer.moe.moe_utils import (
+    compute_routing_scores_for_aux_loss,
+    switch_load_balancing_loss_func,
+)
 
 from wlb_megatron.packing.summary import PlanSummary
 from wlb_megatron.plan import Piece

@@ -44,22 +44,14 @@ def test_the_best_schedule_is_as_fast_by_its_flags(searched):
     assert again["results"]["after"]["tokens_per_second"] == pytest.approx(speeds[0], rel=1e-6)
 
 
-<<<<<<< ours
-def test_recomputation_is_recommended_with_all_flags_that_megatron_asks_for(lengths, capsys):
-    shown = searched(capsys, lengths, "--search schedule --recompute none --gpu-memory 10")
+def test_recomputation_is_recommended_with_all_flags_that_megatron_asks_for(searched):
+    shown = searched("--search schedule --recompute none --gpu-memory 10")
     flags = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     assert flags in shown["flags"]
 
 
-def test_a_layout_search_keeps_the_gpus_and_divides_the_model(lengths, capsys):
-    found = searched(capsys, lengths, "--search layout")["search"]
-||||||| base
-def test_a_layout_search_keeps_the_gpus_and_divides_the_model(lengths, capsys):
-    found = searched(capsys, lengths, "--search layout")["search"]
-=======
 def test_a_layout_search_keeps_the_gpus_and_divides_the_model(searched):
     found = searched("--search layout")["search"]
->>>>>>> theirs
     assert found["tried"] > 20
     for row in found["best"]:
         sizes = {"tensor-model": 1, "context": 2, "pipeline-model": 2}
