@@ -182,7 +182,6 @@ def test_batches_that_grow_are_refused_where_the_learning_rate_counts_iterations
 
 BALANCED = {"moe_router_load_balancing_type": ["aux_loss", "none"], "moe_aux_loss_coeff": [0.01, 0.0]}
 SETTINGS_REFUSED = [
-    ({}, {"trace": "trace.json", "trace_iteration": 1}),
     ({}, {"log_plans": True}),
     ({}, {"plan_process": "always", "cp_mode": "dynamic"}),
     ({"transformer_impl": "local"}, {"kernels": "fa4"}),

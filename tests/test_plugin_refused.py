@@ -71,7 +71,7 @@ WRONG: dict[str, str] = {
     "--dataloader-inter-document-masking": "masks between documents already",
     "--fp8-dot-product-attention": "unrecognized arguments",
     "--wlb-log-plans": "give --wlb-log PATH",
-    "--wlb-trace t.json --wlb-trace-iteration 1": "set it to 2 or later",
+    "--wlb-trace t.json --wlb-trace-iteration 1": "must be from 2 to",
     f"--wlb-cp-mode dynamic {MOE} --moe-token-dispatcher-type alltoall --moe-z-loss-coeff 0.001": "depend on the",
     # The plugin's own settings.
     "--wlb-overlong chunk --wlb-chunks off": "use --wlb-overlong split",

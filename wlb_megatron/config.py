@@ -241,7 +241,10 @@ class WlbConfig:
         "no file)",
     )
     trace_iteration: int = _of_training(
-        10, "the iteration to trace, 2 or later (iteration)", type=int, within=(1, LARGEST)
+        10,
+        "the iteration to trace, 2 or later, because the first builds kernels (iteration)",
+        type=int,
+        within=(2, COUNT),
     )
     dry_run: bool = _of_training(
         False,

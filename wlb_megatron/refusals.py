@@ -170,6 +170,10 @@ GIVEN: dict[str, str] = {
     "cpu_offloading_retain_pinned_cpu_buffers": (
         "the buffers are kept for tensors of one shape, but micro-batches vary in length; drop it"
     ),
+    "overlap_moe_expert_parallel_comm delay_wgrad_compute": (
+        "its schedule runs the forward in parts, which the plugin does not support; drop it"
+    ),
+    "attention_dropout": "random dropout masks would differ between shardings; set --attention-dropout 0",
     "perform_rl_step": "only pre-training is supported; drop it",
     "phase_transition_iterations": "the document stream has one phase; drop it",
     "fim_data": "fill-in-the-middle rewrites documents; drop it",
@@ -348,11 +352,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "token counts are not aligned to FP4's scaling blocks; train in FP8 or bf16",
     ),
     Refusal(
-        lambda a, c: _get(a, "overlap_moe_expert_parallel_comm") or _get(a, "delay_wgrad_compute"),
-        "--overlap-moe-expert-parallel-comm (and --delay-wgrad-compute, which needs it)",
-        "its schedule runs the forward in parts, which the plugin does not support; drop it",
-    ),
-    Refusal(
         lambda a, c: c.plan_process == "always" and c.cp_mode == "dynamic",
         "--wlb-plan-process always",
         "--wlb-cp-mode dynamic plans in a thread; use auto",
@@ -427,18 +426,16 @@ REFUSALS: tuple[Refusal, ...] = (
         "use aux_loss, global_aux_loss or none",
     ),
     Refusal(
-        lambda a, c: _get(a, "attention_dropout"),
-        "--attention-dropout above 0",
-        "random dropout masks would differ between shardings; set --attention-dropout 0",
-    ),
-    Refusal(
         lambda a, c: getattr(_get(a, "attention_backend"), "name", "auto") in ("flash", "unfused"),
         "--attention-backend flash / unfused",
         "attention over packed documents runs on cuDNN's kernels; use auto or fused",
     ),
     Refusal(
-        lambda a, c: _get(a, "transformer_impl") == "local" and _get(a, "distributed_backend") == "nccl",
-        "--transformer-impl local on GPUs",
+        lambda a, c: (
+            _get(a, "distributed_backend") == "nccl"
+            and "local" in (_get(a, "transformer_impl"), getattr(_get(a, "attention_backend"), "name", ""))
+        ),
+        "--transformer-impl local / --attention-backend local on GPUs",
         "attention would run one document at a time in plain torch; use transformer_engine",
     ),
     Refusal(
@@ -467,11 +464,6 @@ REFUSALS: tuple[Refusal, ...] = (
         ),
         "--enable-mhc-connections / --enable-hyper-connections with a pipeline",
         "stages would pass several streams of hidden states, in shapes that the plan does not have; use one stage",
-    ),
-    Refusal(
-        lambda a, c: c.trace is not None and c.trace_iteration < 2,
-        "--wlb-trace-iteration below 2",
-        "the first iteration builds kernels and is not traced; set it to 2 or later",
     ),
     Refusal(
         lambda a, c: c.log_plans and c.log is None,
