@@ -42,15 +42,6 @@ def with_wlb_attention(spec: Any) -> Any:
     return spec
 
 
-def _has_wlb_attention(spec: Any) -> bool:
-    layers = spec.layer_specs if hasattr(spec, "layer_specs") else [spec]
-    submodules = [_attention_submodules(layer) for layer in layers if not _without_core_attention(layer)]
-    attention = [getattr(inner, "core_attention", None) for inner in submodules]
-    return bool(attention) and all(
-        isinstance(cls, type) and issubclass(cls, WlbCoreAttention) for cls in attention
-    )
-
-
 def _attention_submodules(layer: Any) -> Any:
     """What a layer spec's self-attention is made of; None where it has none."""
     attention = getattr(getattr(layer, "submodules", None), "self_attention", None)
@@ -68,20 +59,15 @@ def _without_core_attention(layer: Any) -> bool:
 
 
 def install_spec(model_config: Any, settings: WlbConfig) -> None:
-    """Make the model builder use the plugin's attention and check what it built."""
-    if hasattr(model_config, "hybrid_stack_spec"):
-        from megatron.training.models.hybrid import default_hybrid_stack_spec
+    """Have what Megatron's model builder builds next built with the plugin's attention, and checked."""
+    building = part(Building)
+    building.now = True
 
-        stack = model_config.hybrid_stack_spec or default_hybrid_stack_spec
-        model_config.hybrid_stack_spec = with_wlb_attention(stack)
-    else:
-        spec = model_config.transformer_layer_spec
+    def prepare(chunks: list[Any]) -> list[Any]:
+        building.now = False
+        return prepare_model(chunks, settings)
 
-        def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
-            return with_wlb_attention(_resolve(spec, config, vp_stage))
-
-        model_config.transformer_layer_spec = layer_spec
-    model_config.pre_wrap_hooks.append(lambda chunks: prepare_model(chunks, settings))
+    model_config.pre_wrap_hooks.append(prepare)
 
 
 def with_plan_attention(
@@ -103,13 +89,13 @@ def with_plan_attention(
 
 @dataclass(slots=True)
 class Building:
-    """now: a model provider of `with_plan_attention` runs."""
+    """now: models that are built get the plugin's attention."""
 
     now: bool = False
 
 
 def wrap_model(original: Callable[..., Any]) -> Callable[..., Any]:
-    """GPTModel.__init__ or HybridModel.__init__ that changes the spec while a provider of `with_plan_attention` runs.
+    """__init__ of GPTModel or HybridModel that gives the plugin's core attention to what a script's provider builds.
 
     GPTModel's layers of multi-token prediction, whose specs Megatron makes anew, get the attention that the others
     have. HybridModel makes its own of the same stack.
@@ -121,28 +107,14 @@ def wrap_model(original: Callable[..., Any]) -> Callable[..., Any]:
         bound = signature.bind(self, *args, **kwargs)
         if part(Building).now:
             bound.arguments[name] = with_wlb_attention(bound.arguments[name])
-        further = bound.arguments.get("mtp_block_spec")
-        if further is not None and _has_wlb_attention(bound.arguments[name]):
-            for layer in further.layer_specs:
+            further = bound.arguments.get("mtp_block_spec")
+            for layer in () if further is None else further.layer_specs:
                 if not hasattr(layer.submodules, "mtp_model_layer"):
                     raise Refused("wlb_megatron handles --mtp-num-layers from megatron-core 0.17 on")
                 with_wlb_attention(layer.submodules.mtp_model_layer)
         original(*bound.args, **bound.kwargs)
 
     return __init__
-
-
-def _resolve(spec: Any, config: Any, vp_stage: int | None) -> Any:
-    from megatron.core.transformer.spec_utils import ModuleSpec
-    from megatron.training.models.gpt import default_layer_spec
-
-    if spec is None:
-        return default_layer_spec(config, vp_stage)
-    if isinstance(spec, ModuleSpec) or not callable(spec):
-        return spec
-    if "vp_stage" in inspect.signature(spec).parameters:
-        return spec(config, vp_stage=vp_stage)
-    return spec(config)
 
 
 def prepare_model(chunks: list[Any], settings: WlbConfig) -> list[Any]:
