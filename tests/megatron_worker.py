@@ -467,9 +467,6 @@ def plan_at_random(seed: int) -> None:
         def __init__(self, plan: partial[Outcome]) -> None:
             self.stage, self.multiple = plan.keywords["stage"], plan.keywords["multiple"]
 
-        def start(self) -> None:
-            pass
-
         def plan(self, tokens: Any, *_: Any, **__: Any) -> Outcome:
             plan = random_plan(tokens, self.stage, next(iterations))
             return Outcome(in_multiples(plan, tokens, self.multiple), GREEDY, 1, 1, 1, 1)

@@ -204,8 +204,8 @@ def test_no_graph_is_foreseen_of_layers_without_windows_alone_or_of_one_call_whe
 
 
 def a_rank(**changed):
-    met = {"tokens": 1_572_864, "cp_size": 16, "segments": 4000, "cut_segments": 64, "usual_tokens": 65536}
-    return GraphSizes(**met | {"usual_segments": 100} | changed)
+    settings = ShardSettings(0, changed.pop("cp_size", 16), 1, "adaptive", h100())
+    return GraphSizes(1_572_864, 1 << 20, settings, changed.pop("documents", 2400), **changed)
 
 
 class Clock:
@@ -247,7 +247,7 @@ def test_which_equal_sequences_get_kernels_of_their_own_is_no_matter_of_time(mon
 def test_graphs_of_usual_sizes_come_first():
     usual = a_rank()
     for window, full in ((None, True), (4096, False)):
-        sizes = usual.tokens, usual.cp_size, usual.segments, usual.cut_segments
+        sizes = usual.tokens, usual.settings.cp_size, usual.segments, usual.cut_segments
         graphs = foreseen(*sizes, window, whole_documents=full)
         causal, rectangles = by_likelihood(graphs, usual.usual_tokens, usual.usual_segments)
         assert sorted(causal + rectangles) == sorted(graphs)
@@ -294,14 +294,14 @@ def test_kinds_of_graphs_are_built_by_turns():
     kinds = [graph for _, graph in likeliest_first(chunks, a_rank(window_layout=again))]
     masks = [(causal, window, size.sequences) for causal, window, size in kinds]
     assert masks == [(True, None, 1), (True, None, 257), (False, None, 1), (True, 4096, 1), (True, 4096, 257)]
-    few = [graph for _, graph in likeliest_first(chunks, a_rank(segments=40, cut_segments=40, cp_size=1))]
+    few = [graph for _, graph in likeliest_first(chunks, a_rank(documents=20, cp_size=1))]
     assert [graph[:2] for graph in few] == [(True, None), (True, 4096)]
 
 
 @pytest.mark.parametrize(("cp", "sharding"), [(1, "adaptive"), (8, "adaptive"), (8, "per-document")])
 def test_what_a_rank_usually_holds_is_within_what_it_can_meet(cp, sharding):
     settings = ShardSettings(0, cp, cp, sharding, h100())
-    met = GraphSizes.of(196_608, 131_072, settings, 300)
+    met = GraphSizes(196_608, 131_072, settings, 300)
     assert met.usual_tokens == 131_072 // cp and met.segments == 600
     assert 32 <= met.usual_segments <= met.segments
     assert met.usual_segments == {1: 200, 8: 32 if sharding == "adaptive" else 400}[cp]

@@ -268,15 +268,15 @@ def test_the_planning_process_answers_as_the_planner_does_and_is_not_missed_when
 def test_a_planning_process_that_stands_still_is_given_up(full, monkeypatch, capsys):
     monkeypatch.setattr(child, "PATIENCE", 0.5)
     process = GroupPlanner(PLAN_OF_FOUR)
-    process.start()
-    assert process._child is not None
-    process._child.process.send_signal(signal.SIGSTOP)
+    planning = process._child
+    assert planning is not None
+    planning.process.send_signal(signal.SIGSTOP)
     if full:  # a pipe of one page is full before the settings are told
-        fcntl.fcntl(process._child._stdin, fcntl.F_SETPIPE_SZ, 4096)
+        fcntl.fcntl(planning._stdin, fcntl.F_SETPIPE_SZ, 4096)
         assert process.plan([5, 9], PAIRS, 0.0, hurry=lambda: True).source == LATE
     assert process.plan([5, 9], PAIRS, 0.0) == PLAN_OF_FOUR([5, 9], fixed=PAIRS)
     assert "no plan in 0.5 s" in capsys.readouterr().out
-    assert process._child.process.wait(10) == -signal.SIGKILL
+    assert planning.process.wait(10) == -signal.SIGKILL
 
 
 def test_training_gets_fixed_groups_where_a_plan_is_late_and_plans_again_when_the_process_does(capsys):

@@ -107,20 +107,21 @@ def begin_at_documents(layer: Any) -> None:
     sys.modules[type(layer).__module__].causal_conv1d, layer.gated_delta_rule = kernels()  # type: ignore[attr-defined]
 
 
-def kernels() -> tuple[AtDocuments, AtDocuments]:
-    """The convolution and the rule that begin at documents, of the functions that Megatron's layers call."""
+def _module() -> Any:
     from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 
-    module: Any = sys.modules[GatedDeltaNet.__module__]
-    return AtDocuments.of(module.causal_conv1d), AtDocuments.of(module.chunk_gated_delta_rule)
+    return sys.modules[GatedDeltaNet.__module__]
+
+
+def kernels() -> tuple[AtDocuments, AtDocuments]:
+    """The convolution and the rule that begin at documents, of the functions that Megatron's layers call."""
+    return AtDocuments.of(_module().causal_conv1d), AtDocuments.of(_module().chunk_gated_delta_rule)
 
 
 def exact_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
     """Megatron's own rule in plain torch, of one document."""
-    from megatron.core.ssm.gated_delta_net import GatedDeltaNet
-
-    module: Any = sys.modules[GatedDeltaNet.__module__]
-    return module.torch_chunk_gated_delta_rule(q, k, v, g=g, beta=beta)[0]
+    rule: Callable[..., Any] = _module().torch_chunk_gated_delta_rule
+    return rule(q, k, v, g=g, beta=beta)[0]
 
 
 @dataclass(frozen=True, slots=True)

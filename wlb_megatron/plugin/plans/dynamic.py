@@ -92,24 +92,27 @@ def training_plans(
     links = with_links(Assumptions(), job.costs)
     per_token = token_ns(shards.table, config.quadratic_at)
     cost = group_cost(shards.table, per_token, stage.sizes, tensor=sizes.tensor, assumptions=links)
-    group_planner = GroupPlanner(
-        partial(
-            plan_step,
-            stage=stage,
-            cost=cost,
-            sharding=shards.sharding,
-            pipeline=sizes.pipeline,
-            multiple=sizes.micro_step_multiple,
-        )
-    )
+    group_planner = None
     if dist.get_rank() == 0:
-        group_planner.start()
+        group_planner = GroupPlanner(
+            partial(
+                plan_step,
+                stage=stage,
+                cost=cost,
+                sharding=shards.sharding,
+                pipeline=sizes.pipeline,
+                multiple=sizes.micro_step_multiple,
+            )
+        )
+
+    def plan(tokens: list[int], fixed: StepPlan) -> Outcome:
+        assert group_planner is not None
+        return plan_in_time(group_planner, plan_ahead(), config.solver_seconds, tokens, fixed)
+
     dynamic = DynamicSettings(
         sizes=cost.sizes,
         tables=cost.tables,
-        plan=lambda tokens, fixed: plan_in_time(
-            group_planner, plan_ahead(), config.solver_seconds, tokens, fixed
-        ),
+        plan=plan,
         stage_rank=stage_ranks.index(dist.get_rank()),
         closing=lambda: plan_ahead().closing,
         store=PlanStore(),

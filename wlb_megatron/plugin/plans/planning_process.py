@@ -105,19 +105,15 @@ def _silent(why: object) -> WlbError:
 
 
 class GroupPlanner:
-    """Rank 0's planner of dynamic groups: a child, or this process if the child is gone."""
+    """Rank 0's planner of dynamic groups: a child, or this process once there is none any more."""
 
     def __init__(self, plan: Callable[..., Outcome]) -> None:
         """plan: dynamic.plan_step.plan_step with what stays the same in all iterations."""
         self._plan = plan
-        self._child: Child | None = None
         self._asked = False  # the child has not answered yet
-        self._broken = False
-
-    def start(self) -> None:
-        """Start the child, ahead of the first plan. Says so where it cannot."""
+        self._child: Child | None = None
         try:
-            self._child = Child(partial(_outcomes, self._plan))
+            self._child = Child(partial(_outcomes, plan))
         except OSError as error:
             self._give_up(error)
 
@@ -130,12 +126,10 @@ class GroupPlanner:
         hurry: Callable[[], bool] = lambda: False,
     ) -> Outcome:
         """See dynamic.plan_step.plan_step. The fixed groups, marked late, if `hurry` says so before the child has
-        answered. Planned here, greedily, if there is no child any more."""
-        if self._child is None and not self._broken:
-            self.start()
+        answered. Planned here, greedily, if there is no child."""
         request = {"tokens": tokens, "fixed": fixed, "budget": budget}
         try:
-            if self._child is not None and not self._broken:
+            if self._child is not None:
                 if self._asked and self._child.receive(hurry) is None:
                     return late(fixed)  # still busy with an earlier iteration, for which it is too late
                 self._child.send({**request, "seconds": seconds})
@@ -148,9 +142,9 @@ class GroupPlanner:
         return self._plan(**request)
 
     def _give_up(self, error: Exception) -> None:
-        self._broken, self._asked = True, False
         if self._child is not None:
             self._child.kill()
+        self._child, self._asked = None, False
         print(
             f"WARNING: wlb_megatron: the planning process does not answer ({error}); groups are planned without a "
             "solver, by the training process",

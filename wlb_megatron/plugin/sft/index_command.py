@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from wlb_megatron.bounds import RANKS, whole
+from wlb_megatron.settings_flags import add_setting
 from wlb_megatron.sft.index_files import Tokenizing
 
 
@@ -25,24 +26,8 @@ def add_sft_index(parser: argparse.ArgumentParser) -> None:
         help="as the job's: nemotron-h-aligned, nemotron-nano-v2, identity, default (default: nemotron-h-aligned)",
     )
     add("--data-cache-path", type=Path, help="as the job's (folder; default: cache/ beside each jsonl)")
-    add(
-        "--wlb-sft-assistant-only",
-        "--sft-assistant-only",
-        action="store_true",
-        help="train only what a chat template marks by {%% generation %%}",
-    )
-    add(
-        "--wlb-sft-drop-tools",
-        "--sft-drop-tools",
-        action="store_true",
-        help="accept tools and their turns, which nemotron formats leave out",
-    )
-    add(
-        "--wlb-sft-skip-bad-lines",
-        "--sft-skip-bad-lines",
-        action="store_true",
-        help="leave out lines that cannot be trained, and count them",
-    )
+    for name in ("sft_assistant_only", "sft_drop_tools", "sft_skip_bad_lines"):
+        add_setting(parser, name)
     add("--processes", type=whole(1, RANKS), help="processes that tokenize (default: one a core, at most 64)")
     parser.set_defaults(run=_run)
 
@@ -53,9 +38,9 @@ def _run(args: argparse.Namespace) -> None:
     tokenizing = Tokenizing(
         tokenizer=args.tokenizer_model,
         prompt_format=args.sft_tokenizer_prompt_format,
-        assistant_only=args.wlb_sft_assistant_only,
-        skips_bad=args.wlb_sft_skip_bad_lines,
-        drops_tools=args.wlb_sft_drop_tools,
+        assistant_only=args.sft_assistant_only,
+        skips_bad=args.sft_skip_bad_lines,
+        drops_tools=args.sft_drop_tools,
     )
     for indexed in index_all(
         args.jsonl, tokenizing, args.data_cache_path, say=print, processes=args.processes

@@ -118,27 +118,12 @@ def loss_per_token(
     result = sum_of_losses(loss_mask, output)
     together = to_check(result[0])
     rerun = get_rerun_state_machine()
-    spiky = partial(rerun.is_unexpectedly_large, threshold=SPIKY_LOSS_FACTOR, context="loss")
-    checks: list[tuple[bool, Any, Any, str, bool]] = [
-        (
-            args.check_for_nan_in_loss_and_grad,
-            together,
-            torch.isnan,
-            "found NaN in local forward loss calculation",
-            True,
-        ),
-        (
-            args.check_for_nan_in_loss_and_grad,
-            together,
-            torch.isinf,
-            "found Inf in local forward loss calculation",
-            True,
-        ),
-        (args.check_for_spiky_loss, result[0], spiky, "Spiky loss", False),
-    ]
-    for active, checked, rejection, message, fatal in checks:
-        if active and checked is not None:
-            rerun.validate_result(
-                result=checked, rejection_func=rejection, message=message, tolerance=0.0, fatal=fatal
-            )
+    validate = partial(rerun.validate_result, tolerance=0.0)
+    if args.check_for_nan_in_loss_and_grad and together is not None:
+        for rejection, what in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
+            message = f"found {what} in local forward loss calculation"
+            validate(result=together, rejection_func=rejection, message=message, fatal=True)
+    if args.check_for_spiky_loss:
+        spiky = partial(rerun.is_unexpectedly_large, threshold=SPIKY_LOSS_FACTOR, context="loss")
+        validate(result=result[0], rejection_func=spiky, message="Spiky loss", fatal=False)
     return result

@@ -32,53 +32,41 @@ _PRINT_EVERY = 15.0
 
 @dataclass(frozen=True)
 class GraphSizes:
-    """What a rank can meet: a micro-batch's tokens over cp_size ranks in so many segments, cut_segments of them with
-    earlier keys, and the tokens and segments that it usually holds. With one_call it may make one call instead of two.
+    """What a rank can meet: a micro-batch of at most so many tokens and documents, cut by `settings`.
 
     Args:
+        window: tokens that it usually has.
         window_layout: this rank's layout of one document of a window, as which every long document comes in the end;
             None where it is not known.
         prefix: earlier tokens that its documents in chunks attend to at most, all together.
     """
 
     tokens: int
-    cp_size: int
-    segments: int
-    cut_segments: int
-    usual_tokens: int
-    usual_segments: int
-    one_call: bool = True
+    window: int
+    settings: ShardSettings
+    documents: int
     window_layout: AttentionLayout | None = None
     prefix: int = 0
 
-    @classmethod
-    def of(
-        cls,
-        tokens: int,
-        window: int,
-        settings: ShardSettings,
-        documents: int,
-        window_layout: AttentionLayout | None = None,
-        prefix: int = 0,
-    ) -> GraphSizes:
-        """Sizes of the longest micro-batch of so many documents, each of at most two segments. It usually has the
-        tokens of a window."""
-        segments = 2 * documents
-        cut_segments = segments if settings.sharding == "per-document" else min(segments, MOST_CUT)
-        # Per document, a rank holds two segments of each; otherwise most documents are whole, on one rank.
-        share = 2.0 if settings.sharding == "per-document" else 1.0 / settings.cp_size
-        usual = max(32, int(documents * min(1.0, window / tokens) * share))
-        return cls(
-            tokens,
-            settings.cp_size,
-            segments,
-            cut_segments,
-            max(1, min(window, tokens) // settings.cp_size),
-            usual,
-            bool(SHARDINGS[settings.sharding].chooses),
-            window_layout,
-            prefix,
-        )
+    @property
+    def segments(self) -> int:
+        """At most two of each document."""
+        return 2 * self.documents
+
+    @property
+    def cut_segments(self) -> int:
+        """Those with earlier keys."""
+        return self.segments if self.settings.sharding == "per-document" else min(self.segments, MOST_CUT)
+
+    @property
+    def usual_tokens(self) -> int:
+        return max(1, min(self.window, self.tokens) // self.settings.cp_size)
+
+    @property
+    def usual_segments(self) -> int:
+        """Per document, a rank holds two of each; otherwise most documents are whole, on one rank."""
+        share = 2.0 if self.settings.sharding == "per-document" else 1.0 / self.settings.cp_size
+        return max(32, int(self.documents * min(1.0, self.window / self.tokens) * share))
 
 
 SECONDS = 60.0
@@ -136,9 +124,9 @@ def likeliest_first(chunks: list[Any], sizes: GraphSizes) -> list[tuple[Any, War
             if sizes.window_layout is not None:
                 turns += [(-1, module, graph) for graph in repeated(sizes.window_layout, windowed=windowed)]
             graphs = foreseen(
-                *(sizes.tokens, sizes.cp_size, sizes.segments, sizes.cut_segments, window),
+                *(sizes.tokens, sizes.settings.cp_size, sizes.segments, sizes.cut_segments, window),
                 whole_documents=not windowed,
-                one_call=sizes.one_call,
+                one_call=bool(SHARDINGS[sizes.settings.sharding].chooses),
                 prefix=sizes.prefix,
             )
             for kind in by_likelihood(graphs, sizes.usual_tokens, sizes.usual_segments):
@@ -156,7 +144,7 @@ def compiled(sizes: GraphSizes, window: int | None) -> list[Warmable]:
     """A call of each kind that FlashAttention-4 compiles for: a layer's mask, and few or many sequences. A layer that
     sees whole documents has no `window`."""
     kinds = [(True, sizes.segments)]
-    if window is None and (sizes.cp_size > 1 or sizes.prefix):
+    if window is None and (sizes.settings.cp_size > 1 or sizes.prefix):
         kinds.append((False, sizes.cut_segments))
     counts = [
         (causal, count) for causal, segments in kinds for count in (1, MANY + 1) if count <= max(1, segments)

@@ -83,7 +83,7 @@ def longest_micro_batches(
     plans = shard_all(lengths, settings.cp_size, "per-document", links=links_of(rows))
     summary = PlanSummary(REHEARSAL, usable, len(rows[0]), usable, 1.0, 1.0, 1.0, 1, 0, 0.0, 0, 0)
     counts = (usable,) * (1 + layout.follows)
-    graphs = GraphSizes.of(
+    graphs = GraphSizes(
         *(usable, window, settings, documents, _of_a_window(window, settings, layout)),
         prefix=longest_document if in_flight > 1 else 0,  # of a document up to its last chunk
     )
