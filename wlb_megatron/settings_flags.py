@@ -161,8 +161,8 @@ def add_setting(parser: argparse.ArgumentParser, name: str) -> None:
     setting = next(setting for setting in fields(WlbConfig) if setting.name == name)
     options = flag_options(setting, lambda entry: not entry.instead)
     flag, choices = name.replace("_", "-"), options.get("choices")
-    others = choices.items() if isinstance(choices, dict) else ()
-    also = [f"; here also {other} ({entry.help})" for other, entry in others if not entry.trains]
+    entries = choices.items() if isinstance(choices, dict) else ()
+    also = [f"; here also {choice} ({entry.help})" for choice, entry in entries if not entry.trains]
     options["help"] = "".join([renamed(options["help"]), *also])
     flags = [f"--wlb-{flag}"] if name in WHOLE_NAMES else [f"--wlb-{flag}", f"--{flag}"]
     parser.add_argument(*flags, dest=name, **options)

@@ -48,12 +48,12 @@ def wrap_pretrain(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _opened() -> OpenedJob:
-    opened = part(Start).opened
-    if opened is None:
+    run = part(Start).opened
+    if run is None:
         raise WlbError(
             "flags were parsed before the plugin was there: call enable() before the script parses them"
         )
-    return opened
+    return run
 
 
 def _train(original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
@@ -62,8 +62,8 @@ def _train(original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     except (SystemExit, KeyboardInterrupt):
         raise
     except BaseException as error:  # torch's CheckpointException is no Exception
-        opened = part(Start).opened
-        reason = name_full_disk(error, opened.saves) if opened is not None and opened.saves else None
+        run = part(Start).opened
+        reason = name_full_disk(error, run.saves) if run is not None and run.saves else None
         if reason is None:
             raise
         raise WlbError(reason) from error

@@ -233,7 +233,7 @@ def log_line(
         if name in figures
     )
     targets = f" ({figures['targets']} targets)" if "targets" in figures else ""
-    above = f", {count} steps above --wlb-batch-spread" if (count := figures.get("above_spread")) else ""
+    spread = f", {count} steps above --wlb-batch-spread" if (count := figures.get("above_spread")) else ""
     in_chunks = ""
     if count := figures.get("documents_in_chunks"):
         in_chunks = f", {count} documents in {figures['chunks']} chunks"
@@ -242,7 +242,7 @@ def log_line(
         f"{figures['imbalance']:.3f}, CP ranks {figures['cp_imbalance']:.3f} | step over ideal: "
         f"{figures['step_over_ideal']:.3f} with {figures['micro_batches']} micro-batches{in_chunks} | "
         f"tokens: {figures['tokens']}{targets}, "
-        f"{figures['consumed_tokens']} so far{rate}{above} | "
+        f"{figures['consumed_tokens']} so far{rate}{spread} | "
         f"delayed documents: {figures['delayed']} | mean token delay: {figures['token_delay']:.3f} | "
         f"plan ms: {figures['plan_ms']:.2f} (waited {figures['plan_wait_ms']:.2f})"
     )

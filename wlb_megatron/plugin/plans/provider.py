@@ -47,8 +47,8 @@ from wlb_megatron.refusals import Refused
 from wlb_megatron.sharding.alignment import padding
 
 
-def make_provider(opened: Callable[[], dict[str, Source]]) -> Callable[..., tuple[Any, Any, Any]]:
-    """train_valid_test_datasets_provider over the plans of the sources that are then opened.
+def make_provider(job_sources: Callable[[], dict[str, Source]]) -> Callable[..., tuple[Any, Any, Any]]:
+    """train_valid_test_datasets_provider over the plans of the job's sources.
 
     Asked for each model chunk of a virtual pipeline, it gives the same iterators: micro-batches are drawn once a step.
     """
@@ -59,7 +59,7 @@ def make_provider(opened: Callable[[], dict[str, Source]]) -> Callable[..., tupl
 
         if vp_stage:
             return iterators[0]
-        sources, args = opened(), get_args()
+        sources, args = job_sources(), get_args()
         for name, source in sources.items():
             sources[name] = replace(source, job=source.job.with_vocabulary(args.padded_vocab_size))
         try_megatron()

@@ -277,9 +277,9 @@ def _refuse_bad(shards: list[Shard], tokenizing: Tokenizing, *, raises: bool = F
 
 def refused_lines(jsonl: Path, lines: list[str]) -> WlbError:
     """What ends a job or a build that is to leave no bad lines out; they are listed."""
-    more = ["and perhaps more"] if len(lines) >= LISTED else []
+    suffix = ["and perhaps more"] if len(lines) >= LISTED else []
     text = f"{jsonl} has lines that cannot be trained; correct them, or leave them out by --wlb-sft-skip-bad-lines:"
-    return WlbError("\n".join([text, *lines, *more]))
+    return WlbError("\n".join([text, *lines, *suffix]))
 
 
 def listed(shards: list[Shard]) -> list[str]:
