@@ -47,14 +47,10 @@ def check_heads(heads: int, groups: int | None, *, hidden: int | None = None, tp
 
     hidden: given if a head's channels are its share of hidden.
     """
-    for multiple, divisor, message in (
-        (
-            hidden or heads,
-            heads,
-            "--hidden-size {} is not a multiple of --num-attention-heads {}; give --kv-channels",
-        ),
-        (heads, groups or heads, "--num-attention-heads {} is not a multiple of --num-query-groups {}"),
-        (heads, tp, "--num-attention-heads {} is not a multiple of the tensor-parallel size {}"),
-    ):
-        if multiple % divisor:
-            raise WlbError(message.format(multiple, divisor))
+    if (hidden or heads) % heads:
+        raise WlbError(
+            f"--hidden-size {hidden} is not a multiple of --num-attention-heads {heads}; give --kv-channels"
+        )
+    for size, what in ((groups or heads, "--num-query-groups"), (tp, "the tensor-parallel size")):
+        if heads % size:
+            raise WlbError(f"--num-attention-heads {heads} is not a multiple of {what} {size}")
