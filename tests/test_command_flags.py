@@ -258,6 +258,7 @@ profile --tp 3 => --num-attention-heads 32 is not a multiple of the tensor-paral
 analyze --tp 8 --num-attention-heads 48 --num-query-groups 12 --kv-channels 128 => neither a multiple nor a
 analyze --tp 2 --ffn-hidden-size 1001 => --ffn-hidden-size 1001 is not a multiple of --tp 2
 analyze --cp 3 => --window of 64 tokens is not a multiple of 3
+analyze --kernel-table b900 => no kernel table b900: give h100, h200,
 analyze --num-experts 3 --expert-model-parallel-size 2 --dp 2 => --num-experts 3 is not a multiple of
 analyze --num-experts 4 --expert-model-parallel-size 4 --dp 2 => 2 ranks (--tp x --cp x --dp) are not a multiple
 analyze --num-experts 4 --expert-tensor-parallel-size 4 => 1 ranks (--tp x --cp x --dp) are not a multiple

@@ -50,8 +50,8 @@ def stage_launch_ns(
 ) -> tuple[float, float]:
     """The host's time for a micro-batch's forward and backward, over the layers of its stage (ns).
 
-    launch: of a layer's forward and backward. recompute: share of the layers whose forward is launched again in the
-    backward. layers: of a pipeline stage; None: no pipeline.
+    launch: a layer's forward and backward. recompute: share of the layers whose forward is launched again in the
+    backward. layers: a pipeline stage's; None: no pipeline.
     """
     forward, backward = launch
     per_layer = STAGE_NS / layers / 2 if layers else 0.0

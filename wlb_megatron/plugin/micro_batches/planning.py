@@ -126,7 +126,7 @@ class ShardSettings:
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """A data-parallel rank's part of an iteration. groups: what else its ranks must agree on, for the digest."""
+    """A data-parallel rank's part of an iteration. groups: more that its ranks must agree on, for the digest."""
 
     micro_batches: tuple[PlannedMicroBatch, ...]
     predicted_ms: float | None

@@ -90,6 +90,8 @@ def read_assumptions(args: argparse.Namespace) -> tuple[Assumptions, KernelTable
             profile = read_profile(args.profile)
             return calibrated(figures, profile), profile.costs.table, profile
         source = args.kernel_table or "h100"
+        if source not in builtin_names() and not Path(source).exists():
+            raise WlbError(f"no kernel table {source}: give {', '.join(builtin_names())} or a JSON file")
         return figures, builtin(source) if source in builtin_names() else KernelTable.from_json(source), None
 
 
