@@ -240,11 +240,7 @@ def test_megatrons_arguments_go_no_further_than_the_door() -> None:
 
 
 MOST_PARAMETERS = 8
-LONG_SIGNATURES = {
-    *("_merge", "_spread", "_sum_pairs"),
-    *("choose_chunks", "gpu_memory", "make_packer", "_make_varlen"),
-    *("plan_job", "plan_step"),
-}
+LONG_SIGNATURES = {"_merge", "_spread", "_sum_pairs"}
 """Functions that still take more, the first three as Triton's kernels do. No other may."""
 
 

@@ -28,13 +28,15 @@ class GroupCost:
     """Prices of one layer, forward + backward, on the ranks of a group.
 
     Groups have these `sizes`, ascending. `tables` has the kernel table of each, its exchange over what links such a
-    group. `token_ns` is everything of a token but attention, `step_ns` what any micro-step costs.
+    group. `token_ns` is everything of a token but attention, `step_ns` what any micro-step costs. `sharding` is how a
+    group cuts its documents.
     """
 
     sizes: tuple[int, ...]
     tables: tuple[KernelTable, ...]
     token_ns: float
     step_ns: int = STEP_NS
+    sharding: str = "adaptive"
 
     def prices(self, lengths: npt.ArrayLike) -> IntArray:
         """int64[sizes, n]: nanoseconds that each document (tokens) costs each rank of a group of each size."""
@@ -83,7 +85,7 @@ def group_cost(
     *,
     tensor: int = 1,
     assumptions: Assumptions | None = None,
-    step_ns: int = STEP_NS,
+    sharding: str = "adaptive",
 ) -> GroupCost:
     """Costs over an assumed cluster. `table` is that of one tensor-parallel rank's heads, its exchange over NVLink.
 
@@ -91,4 +93,4 @@ def group_cost(
     """
     rates = assumptions or Assumptions()
     tables = tuple(rates.linked(table, size, tensor) for size in sizes)
-    return GroupCost(sizes=tuple(sizes), tables=tables, token_ns=token_ns, step_ns=step_ns)
+    return GroupCost(sizes=tuple(sizes), tables=tables, token_ns=token_ns, sharding=sharding)

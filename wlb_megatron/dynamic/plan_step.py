@@ -62,7 +62,6 @@ def plan_step(
     *,
     fixed: StepPlan | None = None,
     seconds: float = 0.0,
-    sharding: str = "adaptive",
     pipeline: int = 1,
     multiple: int = 1,
     budget: float = math.inf,
@@ -91,12 +90,12 @@ def plan_step(
         problem = problem_of(tokens, prices, opening, cost.step_ns, divided)
         placement, source = _place(problem, seconds / len(stages), deadline)
         plan = in_multiples(placement.plan(), tokens, multiple)
-        predicted_ns = predicted_time(plan, tokens, cost, sharding, pipeline)
+        predicted_ns = predicted_time(plan, tokens, cost, pipeline)
         outcomes.append(Outcome(plan, source, placement.time(), bound, predicted_ns, 0))
     best_outcome = min(outcomes, key=lambda outcome: outcome.predicted)
     if fixed is None:
         return best_outcome
-    fixed_ns = predicted_time(fixed, tokens, cost, sharding, pipeline)
+    fixed_ns = predicted_time(fixed, tokens, cost, pipeline)
     if fixed_ns <= best_outcome.predicted:
         return replace(best_outcome, plan=fixed, source=FIXED, predicted=fixed_ns, fixed=fixed_ns)
     return replace(best_outcome, fixed=fixed_ns)
@@ -230,20 +229,16 @@ class _Blocks:
         return False
 
 
-def predicted_time(
-    plan: StepPlan, tokens: Sequence[int], cost: GroupCost, sharding: str = "adaptive", pipeline: int = 1
-) -> int:
+def predicted_time(plan: StepPlan, tokens: Sequence[int], cost: GroupCost, pipeline: int = 1) -> int:
     """Nanoseconds of a layer until the last rank is done. `tokens` has each document's. The stages of `pipeline` fill
     and drain at the pace of the largest micro-step."""
-    times = group_times([group for groups in plan.micro_steps for group in groups], tokens, cost, sharding)
+    times = group_times([group for groups in plan.micro_steps for group in groups], tokens, cost)
     flat = iter(times)
     by_step = [[next(flat) for _ in groups] for groups in plan.micro_steps]
     return int(finish_times(plan, by_step, cost.step_ns).max()) + (pipeline - 1) * max(times, default=0)
 
 
-def group_times(
-    groups: Sequence[Group], tokens: Sequence[int], cost: GroupCost, sharding: str = "adaptive"
-) -> list[int]:
+def group_times(groups: Sequence[Group], tokens: Sequence[int], cost: GroupCost) -> list[int]:
     """Nanoseconds of each group's micro-step: its slowest rank's attention, its tokens, and what any takes."""
     times = [0] * len(groups)
     for size, table in zip(cost.sizes, cost.tables, strict=True):
@@ -251,7 +246,7 @@ def group_times(
         if not of_size:
             continue
         lengths = [[tokens[d] for d in groups[index].documents] for index in of_size]
-        plans = shard_all([padded(row, size) for row in lengths], size, sharding, table)
+        plans = shard_all([padded(row, size) for row in lengths], size, cost.sharding, table)
         attention = predict_all(plans, table).max(axis=1).tolist()
         for index, plan, ns in zip(of_size, plans, attention, strict=True):
             times[index] = ns + round(cost.token_ns * plan.tokens / size) + cost.step_ns

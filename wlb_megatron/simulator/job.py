@@ -301,7 +301,7 @@ class Job:
         model, layout = self.model, self.model.layout
         at = self.cost(config).quadratic_at
         cost, stage = group_costs(model, at, planner.packer.max_tokens, self.alignment)
-        multiple = layout.pipeline if layout.virtual > 1 else 1
+        cost = replace(cost, sharding=config.sharding)
         steps, tokens = [], []
         for plan in plans:
             held = [
@@ -316,9 +316,8 @@ class Job:
                 cost,
                 fixed=fixed_groups(plan, layout.context),
                 seconds=config.solver_seconds,
-                sharding=config.sharding,
                 pipeline=layout.pipeline,
-                multiple=multiple,
+                multiple=layout.micro_step_multiple,
             )
             steps.append(made.plan)
             tokens.append(held)

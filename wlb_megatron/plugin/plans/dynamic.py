@@ -89,9 +89,13 @@ def training_plans(
     assert config.quadratic_at is not None
     stage = Stage.of(shards.cp_size, len(stage_ranks) // shards.cp_size, max_tokens)
     sizes = job.sizes
-    links = with_links(Assumptions(), job.costs)
     per_token = token_ns(shards.table, config.quadratic_at)
-    cost = group_cost(shards.table, per_token, stage.sizes, tensor=sizes.tensor, assumptions=links)
+    cost = group_cost(
+        *(shards.table, per_token, stage.sizes),
+        tensor=sizes.tensor,
+        assumptions=with_links(Assumptions(), job.costs),
+        sharding=shards.sharding,
+    )
     group_planner = None
     if dist.get_rank() == 0:
         group_planner = GroupPlanner(
@@ -99,7 +103,6 @@ def training_plans(
                 plan_step,
                 stage=stage,
                 cost=cost,
-                sharding=shards.sharding,
                 pipeline=sizes.pipeline,
                 multiple=sizes.micro_step_multiple,
             )
