@@ -46,11 +46,6 @@ class ChunkChoice(NamedTuple):
     ratio: float = 1.0
 
 
-def with_chunks(limits: Limits, max_tokens: int | None, alignment: int) -> Limits:
-    """The limits of a plan with chunks: no delay, shorter micro-batches."""
-    return replace(limits, capacity=chunk_capacity(limits.window, max_tokens, alignment), max_delay=0)
-
-
 def chunk_capacity(window: int, max_tokens: int | None, alignment: int) -> int:
     """Tokens of the longest micro-batch of a plan with chunks. max_tokens: the flag's value; None: the longest
     useful.

@@ -11,7 +11,7 @@ from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.batch_schedule import BatchSchedule
-from wlb_megatron.packing.choose_chunks import choose_chunks, with_chunks
+from wlb_megatron.packing.choose_chunks import choose_chunks, chunk_capacity
 from wlb_megatron.packing.chunk_packer import ChunkPacker
 from wlb_megatron.packing.foresee import too_many_documents, unpaired
 from wlb_megatron.packing.memory_limits import GpuMemory, describe_memory, no_memory_for_chunks
@@ -110,7 +110,9 @@ def make_varlen(job: PackingJob) -> Packer:
             adopt_capacity=job.adopt_max_tokens // alignment * alignment,
         )
 
-    chunk_limits = with_chunks(limits, config.max_tokens, alignment)
+    # With chunks nothing waits, and micro-batches are shorter.
+    capacity = chunk_capacity(window, config.max_tokens, alignment)
+    chunk_limits = replace(limits, capacity=capacity, max_delay=0)
     usual = rule_of_thumb(window) if thresholds_set is None else thresholds_set
     chunks, why, _ = choose_chunks(job, chunk_limits, partial(whole, thresholds=usual))
     say(f"documents in chunks: {'yes' if chunks else 'no'} ({why})")

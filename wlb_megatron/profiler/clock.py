@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -173,9 +173,3 @@ def _operation(name: str, size: int, device: torch.device) -> Callable[[], Any]:
             dist.send(message, 0)
 
     return there_and_back
-
-
-def operations(sizes: tuple[int, ...]) -> Iterator[tuple[str, int]]:
-    for name in OPERATIONS:
-        for size in sizes:
-            yield name, size

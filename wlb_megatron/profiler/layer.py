@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from wlb_megatron.attention.device_layout import DeviceCall, device_layout
+from wlb_megatron.attention.device_layout import device_layout
+from wlb_megatron.attention.kernels.before_training import device_call
 from wlb_megatron.attention.sharded_attention import Kernels, sharded_attention
 from wlb_megatron.profiler.points import Point
 from wlb_megatron.sharding.attention_calls import AttentionLayout, attention_layout
@@ -238,29 +239,12 @@ class AttentionBench:
     def _call(self, point: Point) -> Part:
         """One kernel call, causal over diagonals or bottom-right ones, or without mask over rectangles."""
         diagonals, masked = point.sizes["diagonals"], point.sizes.get("bottom_right", [])
-        if diagonals:
-            sizes = np.array([(q, q) for q, n in diagonals for _ in range(n)])
-        else:
-            shapes = masked or point.sizes["rectangles"]
-            sizes = np.array([(q, k) for q, k, n in shapes for _ in range(n)])
-        queries, keyed = (
-            torch.from_numpy(np.concatenate(([0], np.cumsum(side))).astype(np.int32)).to(self.device)
-            for side in sizes.T
-        )
-        rows, keys = (int(n) for n in sizes.sum(axis=0))
-        call = DeviceCall(
-            causal=bool(diagonals or masked),
-            window=None,
-            cu_seqlens_q=queries,
-            cu_seqlens_kv=queries if diagonals else keyed,
-            max_q=int(sizes[:, 0].max()),
-            max_kv=int(sizes[:, 1].max()),
-            q_rows=rows,
-            kv_rows=keys,
-            sizes=tuple((int(q), int(k)) for q, k in sizes),
-        )
-        q, dout = self._random(2, rows, self.model.rank_heads)
-        (kv,) = self._random(1, keys, 2, self.model.rank_kv_heads)
+        shapes = [(q, q, n) for q, n in diagonals] or masked or point.sizes["rectangles"]
+        sizes = [(q, k) for q, k, n in shapes for _ in range(n)]
+        causal, same_rows = bool(diagonals or masked), bool(diagonals)
+        call = device_call(sizes, self.device, causal=causal, same_rows=same_rows)
+        q, dout = self._random(2, call.q_rows, self.model.rank_heads)
+        (kv,) = self._random(1, call.kv_rows, 2, self.model.rank_kv_heads)
 
         def forward() -> tuple[Tensor, Tensor]:
             return self.kernels.forward(call, q, kv, self.scale)

@@ -7,6 +7,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from wlb_megatron import __version__
 from wlb_megatron.attention.kernels import kernel_choice
 from wlb_megatron.errors import installed_version
-from wlb_megatron.profiler.clock import Clock, operations, time_operation
+from wlb_megatron.profiler.clock import OPERATIONS, Clock, time_operation
 from wlb_megatron.profiler.layer import (
     AttentionBench,
     Ends,
@@ -72,7 +73,7 @@ def profile(
             partial, json.dumps({"settings": settings, "samples": list(samples.values())}) + "\n", "--out"
         )
     if world > 1:
-        for name, size in operations(GRIDS[grid].bytes):
+        for name, size in product(OPERATIONS, GRIDS[grid].bytes):
             tick(f"{name} {size} bytes")
             sample = time_operation(name, size, device)
             samples[f"{name} {size}"] = {"part": name, "sizes": {"bytes": size, "ranks": world}, **sample}
@@ -150,7 +151,7 @@ def _points(grid: Grid, model: ProfiledModel) -> Iterator[Point]:
 
 def count_points(grid: str, model: ProfiledModel, world: int) -> int:
     """How often `profile` ticks."""
-    extra = len(list(operations(GRIDS[grid].bytes))) if world > 1 else 0
+    extra = len(OPERATIONS) * len(GRIDS[grid].bytes) if world > 1 else 0
     return sum(1 for _ in _points(GRIDS[grid], model)) + extra
 
 

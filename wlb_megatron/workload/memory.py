@@ -64,7 +64,7 @@ def weight_bytes(shape: Model, layout: Layout, stage: int) -> int:
     if experts is not None:
         split += routed * ffn_parameters(shape, experts.shared)
         whole += routed * shape.hidden * experts.count  # routers
-    embeddings = is_first(stage) + is_last(layout, stage)
+    embeddings = (stage == 0) + is_last(layout, stage)
     if shape.tied and layout.pipeline == 1:
         embeddings = 1
     split += embeddings * shape.vocab * shape.hidden
@@ -181,7 +181,7 @@ def micro_batch_bytes(shape: Model, layout: Layout, stage: int) -> int:
 def ends_bytes(shape: Model, layout: Layout, stage: int) -> int:
     """Kept for each token held outside the layers."""
     ids = 28  # tokens, labels and positions in int64, loss mask in fp32
-    return ids + (spread_elements(shape.hidden, layout) if shape.dropout and is_first(stage) else 0)
+    return ids + (spread_elements(shape.hidden, layout) if shape.dropout and (stage == 0) else 0)
 
 
 def logits_bytes(shape: Model, layout: Layout) -> int:
@@ -327,10 +327,6 @@ def spread_elements(elements: int, layout: Layout) -> int:
 def ends(layout: Layout) -> tuple[int, ...]:
     """The stages that can be fullest: the first holds most micro-batches, the last the logits."""
     return tuple(sorted({0, layout.pipeline - 1}))
-
-
-def is_first(stage: int) -> bool:
-    return stage == 0
 
 
 def is_last(layout: Layout, stage: int) -> bool:

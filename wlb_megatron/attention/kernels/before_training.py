@@ -61,9 +61,9 @@ def _warming_call(
 ) -> DeviceCall:
     count, queries, keys = size
     if isinstance(size, Equal):
-        return _call([(queries, keys)] * count, device, causal=causal, window=window, equal=size)
+        return device_call([(queries, keys)] * count, device, causal=causal, window=window, equal=size)
     sizes = [(1, 1), *[(0, 0)] * (count - 1)]
-    return _call(sizes, device, causal=causal, window=window, rows=(queries, keys))
+    return device_call(sizes, device, causal=causal, window=window, rows=(queries, keys))
 
 
 class _Once(torch.autograd.Function):
@@ -126,16 +126,16 @@ def worst_error(kernels: Any, dtype: torch.dtype, device: torch.device | str, di
 def _calls(device: torch.device | str) -> Iterator[DeviceCall]:
     """The kinds of call: diagonals, rectangles, one call instead of two, windows, and a batch of equal sequences."""
     whole_sizes, cut_sizes = [(9, 9), (1, 1), (190, 190), (64, 64)], [(64, 128), (5, 300), (70, 70)]
-    yield _call(whole_sizes, device, causal=True)
-    yield _call(cut_sizes, device, causal=False)
-    yield _call(cut_sizes, device, causal=True)
-    yield _call(whole_sizes, device, causal=True, window=20)
-    yield _call(cut_sizes, device, causal=True, window=20)
-    yield _call([(64, 64)] * 3, device, causal=True, equal=(3, 64, 64))
-    yield _call([(64, 128)] * 2, device, causal=False, equal=(2, 64, 128))
+    yield device_call(whole_sizes, device, causal=True)
+    yield device_call(cut_sizes, device, causal=False)
+    yield device_call(cut_sizes, device, causal=True)
+    yield device_call(whole_sizes, device, causal=True, window=20)
+    yield device_call(cut_sizes, device, causal=True, window=20)
+    yield device_call([(64, 64)] * 3, device, causal=True, equal=(3, 64, 64))
+    yield device_call([(64, 128)] * 2, device, causal=False, equal=(2, 64, 128))
 
 
-def _call(
+def device_call(
     sizes: Sequence[tuple[int, int]],
     device: torch.device | str,
     *,
@@ -143,14 +143,15 @@ def _call(
     window: int | None = None,
     equal: tuple[int, int, int] | None = None,
     rows: tuple[int, int] | None = None,
+    same_rows: bool = True,
 ) -> DeviceCall:
-    """A call of sequences of these queries and keys. rows: those of all, if buffers have more."""
+    """A call of sequences of these queries and keys. rows: those of all, if buffers have more. same_rows: queries are
+    the keys, if they are equally many; the mask depends on it (te_backend.py)."""
     queries, keys = zip(*sizes, strict=True)
     q_rows, kv_rows = rows or (sum(queries), sum(keys))
     bounds_q, bounds_kv = (
         torch.tensor([0, *accumulate(side)], dtype=torch.int32, device=device) for side in (queries, keys)
     )
-    # The mask depends on whether queries are the keys (te_backend.py), which then are equally many.
-    bounds_kv = bounds_q if q_rows == kv_rows else bounds_kv
+    bounds_kv = bounds_q if same_rows and q_rows == kv_rows else bounds_kv
     longest = max(queries), max(keys)
     return DeviceCall(causal, window, bounds_q, bounds_kv, *longest, q_rows, kv_rows, tuple(sizes), equal)

@@ -75,20 +75,9 @@ class TransformerEngineKernels:
 
     def forward(self, call: DeviceCall, q: Tensor, kv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         form, (q, k, v) = self._form(call, q, kv)
+        inputs = q, k, v, q.dtype, _BACKEND
         out, (stats, self._rng, *_) = fused_attn_fwd(
-            True,
-            call.max_q,
-            call.max_kv,
-            *form.bounds,
-            q,
-            k,
-            v,
-            q.dtype,
-            _BACKEND,
-            attn_scale=scale,
-            qkv_layout=form.layout,
-            o_format=form.rows,
-            **form.options,
+            True, call.max_q, call.max_kv, *form.bounds, *inputs, attn_scale=scale, **form.options
         )
         # The log-sum-exp is a natural logarithm, [t, heads, 1], of a batch [sequences, heads, queries, 1].
         if form.packed:
@@ -106,24 +95,13 @@ class TransformerEngineKernels:
             assert call.equal is not None
             out, dout, stats = (_batch(x, *call.equal[:2]) for x in (out, dout, stats))
             stats = stats.transpose(1, 2).contiguous()
+        inputs = q, k, v, out, dout, q.dtype, [stats, self._rng], _BACKEND
+        formats = {"do_format": form.options["o_format"], "dqkv_layout": form.options["qkv_layout"]}
         dq, dk, dv, *_ = fused_attn_bwd(
-            call.max_q,
-            call.max_kv,
-            *form.bounds,
-            q,
-            k,
-            v,
-            out,
-            dout,
-            q.dtype,
-            [stats, self._rng],
-            _BACKEND,
+            *(call.max_q, call.max_kv, *form.bounds, *inputs),
             attn_scale=scale,
-            qkv_layout=form.layout,
-            o_format=form.rows,
-            do_format=form.rows,
-            dqkv_layout=form.layout,
             deterministic=self.deterministic,
+            **formats,
             **form.options,
         )
         if not form.packed:
@@ -156,34 +134,30 @@ class TransformerEngineKernels:
         if kv.dim() != 4:
             k, v = k.contiguous(), v.contiguous()
         mask, window = _mask(call)
-        options: dict[str, Any] = {"attn_mask_type": mask, "window_size": window}
         if call.equal is None or self._key(call, q, kv) not in _expected:
             bounds = _rounded(call.cu_seqlens_q), _rounded(call.cu_seqlens_kv)
-            options |= {"cu_seqlens_q_padded": bounds[0], "cu_seqlens_kv_padded": bounds[1]}
-            return _Form("thd", layouts["thd"], bounds, options), (q, k, v)
+            # The same bounds again: with other tensors it would assume padding.
+            same = {"cu_seqlens_q_padded": bounds[0], "cu_seqlens_kv_padded": bounds[1]}
+            options = {"attn_mask_type": mask, "window_size": window, "o_format": "thd", **same}
+            return _Form(True, bounds, options | {"qkv_layout": layouts["thd"]}), (q, k, v)
         count, queries, keys = call.equal
         # Every sequence has the batch's full length.
-        options["attn_mask_type"] = "no_mask" if mask == "padding" else mask.removeprefix("padding_")
+        mask = "no_mask" if mask == "padding" else mask.removeprefix("padding_")
+        options = {"attn_mask_type": mask, "window_size": window, "o_format": "bshd"}
         batch = _batch(q, count, queries), _batch(k, count, keys), _batch(v, count, keys)
-        return _Form("bshd", layouts["bshd"], (call.cu_seqlens_q, call.cu_seqlens_kv), options), batch
+        bounds = call.cu_seqlens_q, call.cu_seqlens_kv
+        return _Form(False, bounds, options | {"qkv_layout": layouts["bshd"]}), batch
 
 
 class _Form(NamedTuple):
-    """How Transformer Engine is called.
+    """How Transformer Engine is called: for packed sequences, or for a batch of equal ones.
 
-    rows: its name for packed sequences ("thd"), or for a batch of equal ones ("bshd"). layout: its name for the
-    layout of queries, keys and values together. bounds: cu_seqlens of queries and of keys. options: mask and window
-    and, for packed sequences, the same bound tensors again. With other tensors it would assume padding.
+    bounds: cu_seqlens of queries and of keys. options: its names for mask, window and layouts.
     """
 
-    rows: str
-    layout: str
+    packed: bool
     bounds: tuple[Tensor, Tensor]
     options: dict[str, Any]
-
-    @property
-    def packed(self) -> bool:
-        return self.rows == "thd"
 
 
 _rounded_bounds = WeakTensorKeyDictionary()
