@@ -1,12 +1,23 @@
 """The search tries what a user could change, and its figures are those of an analysis of the flags that it names."""
 
 import os
+import time
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
 
-from wlb_megatron.analyze import search
+from wlb_megatron.analyze.comparison import analyze
+from wlb_megatron.analyze.output import as_json
+from wlb_megatron.analyze.search import side_by_side
+from wlb_megatron.config import WlbConfig
+from wlb_megatron.documents.corpus import Corpus
+from wlb_megatron.simulator.job import Job
+from wlb_megatron.simulator.model import LayerModel
+from wlb_megatron.simulator.reproduction.paper import SHAPES
+from wlb_megatron.workload.assumptions import Assumptions
+from wlb_megatron.workload.model import Layout
 
 pytestmark = pytest.mark.usefixtures("quick_thresholds")
 
@@ -84,11 +95,50 @@ def test_settings_that_are_better_are_among_the_searchs(printed, tmp_path):
     assert "\nflags: --wlb-packing fixed-greedy (1.0" in out
 
 
-def _ended(_: object) -> None:
+def _ended(*_: Any) -> None:
     os._exit(9)
 
 
-def test_a_search_whose_process_is_killed_ends_with_one_line(lengths, command, monkeypatch):
-    monkeypatch.setattr(search, "_found", _ended)
-    code, _, err = command(f"analyze --no-split --lengths {lengths} {JOB} --search layout")
+@pytest.mark.parametrize("function, flags", [("search._found", "--no-split"), ("comparison._outcomes", "")])
+def test_an_analysis_whose_process_is_killed_ends_with_one_line(
+    function, flags, lengths, command, monkeypatch
+):
+    monkeypatch.setattr(f"wlb_megatron.analyze.{function}", _ended)
+    code, _, err = command(f"analyze {flags} --lengths {lengths} {JOB} --search layout")
     assert code == 2 and "was ended from outside" in err.strip().splitlines()[-1]
+
+
+def _sleep(_: Any) -> None:
+    time.sleep(3600)
+
+
+def test_ctrl_c_ends_the_processes_at_work():
+    with pytest.raises(KeyboardInterrupt), side_by_side(None) as submit:
+        work = [submit(_sleep) for _ in range(9)]
+        while not work[0].running():
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+    assert all(one.done() for one in work)
+
+
+class Unsent(np.ndarray):
+    def __reduce__(self) -> Any:
+        raise AssertionError("documents are sent to a process")
+
+
+def test_documents_are_not_sent_and_the_number_of_processes_changes_nothing(lengths, monkeypatch):
+    unsent = np.load(lengths).view(Unsent)
+    monkeypatch.setattr(Corpus, "__reduce__", Unsent.__reduce__)
+    model = LayerModel(
+        shape=SHAPES["550M"],
+        layout=Layout(tensor=1, context=1, pipeline=2, data=1),
+        assumptions=Assumptions(),
+    )
+    sizes = {"window": 8192, "micro_batches": 4, "iterations": 4, "warm_up": 2, "seed": 3}
+    job = Job(model=model, **sizes, corpora=(Corpus("blend", unsent),))
+    found = []
+    for cores in (1, 3):
+        monkeypatch.setattr(os, "cpu_count", lambda cores=cores: cores)
+        analysis = analyze(unsent, WlbConfig(), job, kind="schedule")
+        found.append(as_json(analysis))
+    assert found[0] == found[1] and found[0]["search"]["best"] and len(found[0]["gains"]) >= 5

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from concurrent.futures import BrokenExecutor
 from dataclasses import replace
 from pathlib import Path
 
-from wlb_megatron.analyze.comparison import Analysis, analyze, planned
+from wlb_megatron.analyze.comparison import Analysis, analyze, variants
 from wlb_megatron.analyze.pictures import draw_all, need_matplotlib
-from wlb_megatron.analyze.search import search, settings_tried
+from wlb_megatron.analyze.search import settings_tried
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.blocks import Lengths
 from wlb_megatron.errors import WlbError
@@ -62,19 +61,10 @@ def run_analyze(args: argparse.Namespace, lengths: Lengths, config: WlbConfig) -
     config = replace(config, token_weights=args.token_weights)
     job = read_job(args, lengths)
     model_known = args.model is not None or args.hidden_size is not None or job.profile is not None
-    settings = 2 if args.no_split else planned(config, job)
-    with progress(settings * (job.warm_up + job.iterations)) as tick:
-        analysis = analyze(lengths, config, job, lambda: tick("planning"), split=not args.no_split)
-    if args.search != "none" and analysis.weights_problem is None and config.cp_mode == "fixed":
-        with progress(settings_tried(job, config, args.search), lines=args.search == "layout") as tick:
-            try:
-                searched = search(lengths, analysis.runs[1], job, args.search, tick, analysis.best.run)
-            except BrokenExecutor:
-                raise WlbError(
-                    "a process of the search was ended from outside, as Linux does where memory runs out: free some, "
-                    "or give --search none"
-                ) from None
-            analysis = replace(analysis, searched=searched)
+    steps = 2 * (job.warm_up + job.iterations) + (0 if args.no_split else 2 * len(variants(config, job)))
+    looks = settings_tried(job, config, args.search)
+    with progress(steps + looks, lines=args.search == "layout") as tick:
+        analysis = analyze(lengths, config, job, tick, split=not args.no_split, kind=args.search)
     if args.trace is not None:
         _write_trace(Path(args.trace), analysis.runs[1], job)
     if args.pictures is not None:

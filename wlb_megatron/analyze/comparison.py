@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
+from wlb_megatron.analyze.candidates import Candidate
 from wlb_megatron.analyze.credit import others, parts
 from wlb_megatron.analyze.fits import Fits, fits
 from wlb_megatron.analyze.measure import Measured, measure
 from wlb_megatron.analyze.recomputation import Recomputed, by_recomputation
-from wlb_megatron.analyze.search import Found, Searched
+from wlb_megatron.analyze.search import Found, Outcome, Searched, outcome_of, ranked, search, side_by_side
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.blocks import Lengths
 from wlb_megatron.errors import WlbError
@@ -44,8 +47,8 @@ KEPT = 0.9
 @dataclass(frozen=True)
 class Gain:
     """The gain of a part, or of other settings, over arrival order. slowest: slowest step over arrival order's.
-    fullest: tokens of the fullest step over the mean's. alone: gain of a part by itself; None: no part. `run` has
-    these settings."""
+    fullest: tokens of the fullest step over the mean's. alone: gain of a part by itself; None: no part. `outcome`
+    is of these settings."""
 
     name: str
     config: WlbConfig
@@ -54,7 +57,7 @@ class Gain:
     equal_work: float
     slowest: float
     fullest: float = 1.0
-    run: Run | None = None
+    outcome: Outcome | None = None
 
     @property
     def uneven(self) -> tuple[float, float]:
@@ -155,7 +158,7 @@ class Analysis:
         slowest = float(self.after.simulated.steps.max() / self.before.simulated.steps.max())
         fullest = _fullest(self.after.simulated)
         as_set = Gain("as set", self.config, None, self.speedup, self.equal_work_speedup, slowest, fullest)
-        plain = Gain("arrival order", arrival_order(self.config), None, 1.0, 1.0, 1.0, run=self.runs[0])
+        plain = Gain("arrival order", arrival_order(self.config), None, 1.0, 1.0, 1.0)
         if self.speedup < 1 + NOISE:
             worth = [gain for gain in self._alike if gain.by_token >= 1 + NOISE]
             return max(worth, key=lambda gain: gain.by_token, default=plain)
@@ -216,108 +219,154 @@ def analyze(
     lengths: Lengths,
     config: WlbConfig,
     job: Job,
-    progress: Callable[[], None] = lambda: None,
+    tick: Callable[[str], None] = lambda _: None,
     *,
     split: bool = True,
+    kind: str = "none",
 ) -> Analysis:
     """Plan and simulate all settings over the same endless stream.
 
-    lengths: integers[n], tokens of each document. progress: called after each planned iteration. split: also what
-    each part gains. WlbError on settings that cannot work.
+    lengths: integers[n], tokens of each document. tick: called after each planned iteration, and each other setting.
+    split: also what each part gains. kind: "none", "schedule" or "layout", the search. WlbError on settings that cannot
+    work.
     """
-    runs = _Runs(lengths, job, progress)
-    plain = arrival_order(config)
-    after, before = runs.of(config), runs.of(plain)
+    request, plain = Candidate(job, config), arrival_order(config)
+    in_chunks, uncut = (replace(config, chunks=chunks) for chunks in ("on", "off"))
+    with side_by_side((lengths, request)) as submit:
+        runs = _Runs(lengths, job, lambda: tick("planning"), submit)
+        pairs = [pair for _, pair in variants(config, job)] if split else []
+        runs.begin(pairs, unless=(config, in_chunks, uncut))
+        after, before = runs.of(config), runs.of(plain)
+        packer = after.planner.packer
+        chunked, weights = isinstance(packer, ChunkPacker), job.weights_problem()
+        runs.same(in_chunks if chunked else uncut, after)
+        runs.begin(pairs)
 
-    def measured(run: Run) -> Measured:
-        orders = () if run.shards is None else job.orders(run.plans[job.warm_up :])
-        settings = job.cost(run.config), job.model.layout, job.window, job.longest(run.config), orders
-        return measure(run.plans, run.shards, run.timed, *settings)
+        def measured(run: Run) -> Measured:
+            orders = () if run.shards is None else job.orders(run.plans[job.warm_up :])
+            settings = job.cost(run.config), job.model.layout, job.window, job.longest(run.config), orders
+            return measure(run.plans, run.shards, run.timed, *settings)
 
-    packer = after.planner.packer
-    memory = job.gpu
-    chunked, weights = isinstance(packer, ChunkPacker), job.weights_problem()
-    runs.same(replace(config, chunks="on" if chunked else "off"), after)
-    return Analysis(
-        lengths=lengths,
-        config=config,
-        job=job,
-        capacity=packer.max_tokens,
-        thresholds=list(packer.thresholds) if isinstance(packer, VarlenPacker) else [],
-        equal_weights=weighs_equally(config, packer),
-        before=measured(before),
-        after=measured(after),
-        messages=after.messages,
-        gains=_gains(config, job, runs, before) if split else (),
-        trade=_trade(config, job, runs, before, after),
-        unmasked=_unmasked(job),
-        balanced=_balanced(job, after),
-        memory=fits(memory, in_chunks=chunked),
-        fullest=job.fullest(after),
-        weights_problem=weights,
-        runs=(before, after),
-        recomputed=(None, None) if weights else (by_recomputation(job, before), by_recomputation(job, after)),
-    )
+        searches = kind != "none" and weights is None and config.cp_mode == "fixed"
+        first = outcome_of(job, before)
+        recomputed = (
+            (None, None) if weights else (by_recomputation(job, before), by_recomputation(job, after))
+        )
+        analysis = Analysis(
+            lengths=lengths,
+            config=config,
+            job=job,
+            capacity=packer.max_tokens,
+            thresholds=list(packer.thresholds) if isinstance(packer, VarlenPacker) else [],
+            equal_weights=weighs_equally(config, packer),
+            before=measured(before),
+            after=measured(after),
+            messages=after.messages,
+            unmasked=_unmasked(job),
+            balanced=_balanced(job, after),
+            memory=fits(job.gpu, in_chunks=chunked),
+            fullest=job.fullest(after),
+            weights_problem=weights,
+            runs=(before, after),
+            recomputed=recomputed,
+            searched=search(request, after, kind, submit, tick) if searches else None,
+            gains=_gains(config, job, runs, first)
+            if split
+            else (),  # last: until now they go on beside the rest
+            trade=_trade(config, job, runs, first, after),
+        )
+    if analysis.searched is None:
+        return analysis
+    settings = analysis.best
+    rival = first if settings.config == plain else settings.outcome
+    return replace(analysis, searched=ranked(analysis.searched, request, settings.config, rival))
 
 
-def planned(config: WlbConfig, job: Job) -> int:
-    """Settings that `analyze` plans: for a progress bar."""
-    return 2 + len(parts(config, job)) + len(others(config, job))
+def variants(config: WlbConfig, job: Job) -> list[tuple[str, list[WlbConfig]]]:
+    """The settings of each part, together and alone, and other settings."""
+    pairs = [(part.name, [part.together, part.alone]) for part in parts(config, job)]
+    return [*pairs, *((name, [option]) for name, option in others(config, job))]
+
+
+def _plans(config: WlbConfig) -> WlbConfig:
+    """Settings with the same plans, which are sharded otherwise. Dynamic groups shard by themselves."""
+    return config if config.cp_mode == "dynamic" else replace(config, sharding="per-sequence")
 
 
 class _Runs:
-    """Runs of settings. Settings with the same plans are planned once."""
+    """Runs of settings here, and outcomes of others in processes beside this one. Settings with the same plans are
+    planned once."""
 
-    def __init__(self, lengths: Lengths, job: Job, progress: Callable[[], None]) -> None:
-        self._lengths, self._job, self._progress = lengths, job, progress
+    def __init__(
+        self, lengths: Lengths, job: Job, progress: Callable[[], None], submit: Callable[..., Any]
+    ) -> None:
+        self._lengths, self._job, self._progress, self._submit = lengths, job, progress, submit
         self._planned: dict[WlbConfig, Run] = {}
         self._done: dict[WlbConfig, Run] = {}
+        self._begun: dict[WlbConfig, Future[dict[WlbConfig, Outcome]]] = {}
+
+    def begin(self, pairs: Iterable[Sequence[WlbConfig]], unless: Sequence[WlbConfig] = ()) -> None:
+        """Begins those whose plans are not known here. unless: those that are to be planned here."""
+        plans = {*self._planned, *map(_plans, unless)}
+        for pair in pairs:
+            if todo := [one for one in pair if _plans(one) not in plans and one not in self._begun]:
+                self._begun |= dict.fromkeys(todo, self._submit(_outcomes, todo))
 
     def of(self, config: WlbConfig) -> Run:
         if config not in self._done:
             self._done[config] = self._run(config)
         return self._done[config]
 
+    def outcome(self, config: WlbConfig) -> Outcome:
+        if config not in self._begun:
+            return outcome_of(self._job, self.of(config))
+        outcomes = self._begun[config].result()
+        self._progress()
+        return outcomes[config]
+
     def same(self, config: WlbConfig, run: Run) -> None:
         """Takes this run for the settings, which have the same plans."""
         self._done.setdefault(config, run)
-        self._planned.setdefault(replace(config, sharding="per-sequence"), run)
+        self._planned.setdefault(_plans(config), run)
 
     def _run(self, config: WlbConfig) -> Run:
-        if config.cp_mode == "dynamic":  # which shards by itself
-            return self._job.run(self._lengths, config, self._progress)
-        key = replace(config, sharding="per-sequence")
-        if key in self._planned:
-            return self._job.cut(self._planned[key], config)
-        self._planned[key] = run = self._job.run(self._lengths, config, self._progress)
+        plans = _plans(config)
+        if plans in self._planned:
+            return self._job.cut(self._planned[plans], config)
+        self._planned[plans] = run = self._job.run(self._lengths, config, self._progress)
         return run
 
 
-def _gains(config: WlbConfig, job: Job, runs: _Runs, before: Run) -> tuple[Gain, ...]:
-    def gain(name: str, part: WlbConfig | None, together: WlbConfig) -> Gain:
-        run = runs.of(together)
-        by_token = before.timed.ns_per_token / run.timed.ns_per_token
+def _outcomes(shared: tuple[Lengths, Candidate], settings: list[WlbConfig]) -> dict[WlbConfig, Outcome]:
+    lengths, request = shared
+    runs = _Runs(lengths, request.job, lambda: None, _outcomes)
+    return {config: runs.outcome(config) for config in settings}
+
+
+def _gains(config: WlbConfig, job: Job, runs: _Runs, first: Outcome) -> tuple[Gain, ...]:
+    def gain(name: str, together: WlbConfig, *part: WlbConfig) -> Gain:
+        outcome, before = runs.outcome(together), first.times
+        by_token = before.ns_per_token / outcome.times.ns_per_token
         return Gain(
             name,
             together,
-            None if part is None else before.timed.ns_per_token / runs.of(part).timed.ns_per_token,
+            before.ns_per_token / runs.outcome(*part).times.ns_per_token if part else None,
             by_token,
-            by_token * _work_per_token(run) / _work_per_token(before),
-            float(run.timed.steps.max() / before.timed.steps.max()),
-            _fullest(run.timed),
-            run,
+            by_token * outcome.work / first.work,
+            float(outcome.times.steps.max() / before.steps.max()),
+            _fullest(outcome.times),
+            outcome,
         )
 
-    in_order = [(part.name, part.alone, part.together) for part in parts(config, job)]
     gains = []
-    for setting in (*in_order, *((name, None, option) for name, option in others(config, job))):
+    for name, pair in variants(config, job):
         # Whole documents may not fit a memory that chunks fit; what is asked for has been planned before this.
         with suppress(WlbError):
-            gains.append(gain(*setting))
+            gains.append(gain(name, *pair))
     return tuple(gains)
 
 
-def _trade(config: WlbConfig, job: Job, runs: _Runs, before: Run, after: Run) -> Trade | None:
+def _trade(config: WlbConfig, job: Job, runs: _Runs, first: Outcome, after: Run) -> Trade | None:
     """None where `auto` had no choice, or took the faster one."""
     fixed = config.chunks == "auto" and not config.fixed_windows and config.cp_mode == "fixed"
     chunked = isinstance(after.planner.packer, ChunkPacker)
@@ -330,16 +379,15 @@ def _trade(config: WlbConfig, job: Job, runs: _Runs, before: Run, after: Run) ->
     overlong = config.overlong.replace("chunk", "split")
     opposite = replace(config, chunks="off" if chunked else "on", overlong=overlong)
     try:
-        run = runs.of(opposite)
+        other = runs.outcome(opposite)
     except WlbError:
         return None
 
-    def figures(run: Run) -> tuple[float, float, float]:
-        steps, tokens = run.timed.steps, run.timed.tokens
-        speed = before.timed.ns_per_token / run.timed.ns_per_token
-        return speed, float(steps.max()) / 1e6, float(tokens.max() / tokens.mean())
+    def figures(times: Simulated) -> tuple[float, float, float]:
+        speed = first.times.ns_per_token / times.ns_per_token
+        return speed, float(times.steps.max()) / 1e6, _fullest(times)
 
-    choice, rival, flag = figures(after), figures(run), f"--wlb-chunks {opposite.chunks}"
+    choice, rival, flag = figures(after.timed), figures(other.times), f"--wlb-chunks {opposite.chunks}"
     return Trade(choice, rival, flag) if rival[0] > choice[0] * (1 + NOISE) else None
 
 
@@ -347,14 +395,6 @@ def _balanced(job: Job, run: Run) -> float:
     """Nanoseconds per token of the run's documents, spread evenly."""
     repeats = None if run.kept is None else [recomputed_array(step) for step in run.kept]
     return perfectly_balanced(run.plans[job.warm_up :], job.model, repeats).ns_per_token
-
-
-def _work_per_token(run: Run) -> float:
-    looked = run.plans[len(run.plans) - len(run.timed.steps) :]
-    micro_batches = [micro_batch for plan in looked for row in plan.micro_batches for micro_batch in row]
-    return sum(micro_batch.work for micro_batch in micro_batches) / sum(
-        micro_batch.tokens for micro_batch in micro_batches
-    )
 
 
 def _unmasked(job: Job) -> float:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import nullcontext
+import signal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +29,9 @@ from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.blocks import Lengths
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.memory_limits import lmax as usual_lmax
+from wlb_megatron.simulator.iteration import Simulated
 from wlb_megatron.simulator.job import Job, Run
+from wlb_megatron.workload.memory import Layout
 
 SHOWN = 5
 QUICK = (4, 2)
@@ -44,11 +49,24 @@ CHUNKS_GAIN = 1.4
 """A layout is not tried in chunks if whole documents are slower than another layout's by more than this factor. In a
 first look chunks gained at most 1.1 on the 74 layouts of 512 GPUs (70B, window 128K), and 1.35 on 64 GPUs (7B)."""
 
-BESIDE = 1000
-"""Documents of an iteration, above which settings are simulated in processes side by side."""
-
 SAMPLE = 1 << 16
 """Documents of each corpus that a first look draws from: a large index is not hashed for each setting."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What remains of a run without its plans: its times, its work for each token, and Job.fullest."""
+
+    times: Simulated
+    work: float
+    memory: tuple[int, int] | None
+
+
+def outcome_of(job: Job, run: Run) -> Outcome:
+    rows = [row for plan in run.plans[job.warm_up :] for row in plan.micro_batches]
+    work = sum(micro_batch.work for row in rows for micro_batch in row)
+    tokens = sum(micro_batch.tokens for row in rows for micro_batch in row)
+    return Outcome(run.timed, work / tokens, job.fullest(run))
 
 
 @dataclass(frozen=True)
@@ -81,83 +99,73 @@ class Searched:
 
 
 def search(
-    lengths: Lengths,
-    run: Run,
-    job: Job,
-    kind: str,
-    tick: Callable[[str], None] = lambda _: None,
-    rival: Run | None = None,
+    request: Candidate, run: Run, kind: str, submit: Callable[..., Any], tick: Callable[[str], None]
 ) -> Searched:
-    """Searches from the run of the job as given. kind: "schedule" or "layout". tick: called after each setting. rival:
-    the same job with the settings that are best without a search, if they are others."""
-    origin = as_given(job, run.config)
-    sample = _drawn(lengths)
+    """Searches from the run of the job as given, without an order. kind: "schedule" or "layout". submit: from
+    `side_by_side`, of the lengths and this job. tick: called after each setting."""
+    job, origin = request.job, as_given(request.job, request.config)
     starts, count = [origin], 0
     documents = sum(len(plan.arrived) for plan in run.plans) // len(run.plans)
-    pool = _pool() if kind == "layout" or documents > BESIDE else None
-    with pool or nullcontext():
 
-        def simulated(candidates: Iterable[Candidate], looks: tuple[int, int]) -> list[Found]:
-            nonlocal count
-            batch = list(candidates)
-            count += len(batch)
-            quick = looks == QUICK
-            corpus = sample if quick else lengths
-            jobs = [(corpus, _limited(one, looks, quick=quick), origin) for one in batch]
-            results = map(_found, jobs) if pool is None else pool.map(_found, jobs)
-            finds = []
-            for result, one in zip(results, batch, strict=True):
-                tick("searching")
-                if result is not None:
-                    finds.append(replace(result, candidate=one))
-            return sorted(finds, key=lambda one: -one.tokens_per_second)
+    def simulated(candidates: Iterable[Candidate], looks: tuple[int, int]) -> list[Found]:
+        nonlocal count
+        batch = list(candidates)
+        count += len(batch)
+        results = [submit(_found, _limited(one, looks, quick=looks == QUICK)) for one in batch]
+        finds = []
+        for result, one in zip(results, batch, strict=True):
+            if (found := result.result()) is not None:
+                finds.append(replace(found, candidate=one))
+            tick("searching")
+        return sorted(finds, key=lambda one: -one.tokens_per_second)
 
-        if kind == "layout":
-            likely = [_likely(layout) for layout in layouts(origin)]
-            first = simulated(
-                [choices[0] for choices in likely], QUICK
-            )  # whole documents, which take half the time
-            slow = {
-                one.candidate.job.model.layout
-                for one in first
-                if one.tokens_per_second * CHUNKS_GAIN < first[0].tokens_per_second
-            }
-            extras = [
-                one for choices in likely if choices[0].job.model.layout not in slow for one in choices[1:]
-            ]
-            first = sorted([*first, *simulated(extras, QUICK)], key=lambda one: -one.tokens_per_second)
-            fastest = list(dict.fromkeys(one.candidate.job.model.layout for one in first))[:LAYOUTS_KEPT]
-            starts += [
-                next(one.candidate for one in first if one.candidate.job.model.layout == layout)
-                for layout in fastest
-            ]
+    if kind == "layout":
+        likely = [_likely(layout) for layout in layouts(origin)]
+        first = simulated([choices[0] for choices in likely], QUICK)  # whole, which takes half the time
+        slow = {
+            one.candidate.job.model.layout
+            for one in first
+            if one.tokens_per_second * CHUNKS_GAIN < first[0].tokens_per_second
+        }
+        extras = [one for choices in likely if choices[0].job.model.layout not in slow for one in choices[1:]]
+        first = sorted([*first, *simulated(extras, QUICK)], key=lambda one: -one.tokens_per_second)
+        by_layout: dict[Layout, Candidate] = {}
+        for one in first:
+            by_layout.setdefault(one.candidate.job.model.layout, one.candidate)
+        starts += list(by_layout.values())[:LAYOUTS_KEPT]
 
-        def tried_of(start: Candidate) -> list[Candidate]:
-            return ([] if start == origin else [start]) + schedules(start)
+    def tried_of(start: Candidate) -> list[Candidate]:
+        return ([] if start == origin else [start]) + schedules(start)
 
-        looked = simulated([each for start in starts for each in tried_of(start)], QUICK)
-        extras = [each for one in looked[: FINALISTS // 2] for each in micro_batch_counts(one.candidate)]
-        looked = sorted([*looked, *simulated(extras, QUICK)], key=lambda one: -one.tokens_per_second)
-        iterations = min(job.iterations, max(LEAST, MOST_PLANNED // max(1, documents)))
-        final = simulated(_unlike(looked, FINALISTS), (iterations, job.warm_up))
-        alike = _lmax(origin) in (run.config.max_tokens, usual_lmax(run.config, job.joined_window))
-        base = _found_of(run, origin, origin, iterations) if alike else None
-        if not alike:
-            base = next(iter(simulated([origin], (iterations, job.warm_up))), None)
+    looked = simulated([each for start in starts for each in tried_of(start)], QUICK)
+    extras = [each for one in looked[: FINALISTS // 2] for each in micro_batch_counts(one.candidate)]
+    looked = sorted([*looked, *simulated(extras, QUICK)], key=lambda one: -one.tokens_per_second)
+    iterations = min(job.iterations, max(LEAST, MOST_PLANNED // max(1, documents)))
+    final = simulated(_unlike(looked, FINALISTS), (iterations, job.warm_up))
+    alike = _lmax(origin) in (run.config.max_tokens, usual_lmax(run.config, job.joined_window))
+    base = _found_of(outcome_of(job, run), origin, origin, iterations) if alike else None
+    if not alike:
+        base = next(iter(simulated([origin], (iterations, job.warm_up))), None)
     if base is not None and alike:
         scale = 1e9 / run.timed.ns_per_token / base.tokens_per_second
         base, *final = (
             replace(one, tokens_per_second=scale * one.tokens_per_second) for one in (base, *final)
         )
+    return Searched(base, tuple(final), count, iterations, None if alike else _lmax(origin))
+
+
+def ranked(searched: Searched, request: Candidate, config: WlbConfig, rival: Outcome | None) -> Searched:
+    """The best first. rival: of the settings that are best without a search, if they are others than the job's."""
+    finds, start, origin = list(searched.best), searched.given, as_given(request.job, request.config)
     if rival is not None:
-        count += 1
-        one = _found_of(rival, Candidate(origin.job, rival.config), origin, iterations)
-        if one is not None and alike:
-            one = replace(one, tokens_per_second=1e9 / rival.timed.ns_per_token)
-        final = sorted([*final, *([] if one is None else [one])], key=lambda one: -one.tokens_per_second)
-    faster = [one for one in final if base is None or one.tokens_per_second > base.tokens_per_second]
-    faster = [replace(one, why=_why(base, one)) for one in faster[:SHOWN]]
-    return Searched(base, tuple(faster), count, iterations, None if alike else _lmax(origin))
+        one = _found_of(rival, Candidate(origin.job, config), origin, searched.iterations)
+        if one is not None and searched.lmax is None:
+            one = replace(one, tokens_per_second=1e9 / rival.times.ns_per_token)
+        finds += [] if one is None else [one]
+    finds.sort(key=lambda one: -one.tokens_per_second)
+    faster = [one for one in finds if start is None or one.tokens_per_second > start.tokens_per_second]
+    shown = tuple(replace(one, why=_why(start, one)) for one in faster[:SHOWN])
+    return replace(searched, best=shown, tried=searched.tried + (rival is not None))
 
 
 def _lmax(start: Candidate) -> int | None:
@@ -169,6 +177,8 @@ def _lmax(start: Candidate) -> int | None:
 
 def settings_tried(job: Job, config: WlbConfig, kind: str) -> int:
     """About how many settings a search looks at, for a progress bar."""
+    if kind == "none":
+        return 0
     base = as_given(job, config)
     starts = [base, *list(layouts(base))[:LAYOUTS_KEPT]] if kind == "layout" else [base]
     first = 2 * sum(1 for _ in layouts(base)) if kind == "layout" else 0
@@ -195,36 +205,39 @@ def _drawn(lengths: Lengths) -> Lengths:
 
 
 def _limited(candidate: Candidate, looks: tuple[int, int], quick: bool) -> Candidate:
+    """Without a blend's corpora: `_found` knows them, and a first look does without."""
     iterations, warm_up = looks
     job = candidate.job
     iterations, warm_up = min(iterations, job.iterations), min(warm_up, job.warm_up)
-    corpora = () if quick else job.corpora
     return replace(
-        candidate, job=replace(job, quick=quick, corpora=corpora, iterations=iterations, warm_up=warm_up)
+        candidate, job=replace(job, quick=quick, corpora=(), iterations=iterations, warm_up=warm_up)
     )
 
 
-def _found(task: tuple[Lengths, Candidate, Candidate]) -> Found | None:
+def _found(shared: tuple[Lengths, Candidate], candidate: Candidate) -> Found | None:
     """None where the settings cannot train, or do not fit."""
-    lengths, candidate, start = task
+    lengths, request = shared
+    job, quick = candidate.job, candidate.job.quick
+    corpora = () if quick else request.job.corpora
     try:
-        run = candidate.job.run(lengths, candidate.config)
-        return _found_of(run, candidate, start, len(run.timed.steps))
+        run = replace(job, corpora=corpora).run(_drawn(lengths) if quick else lengths, candidate.config)
+        start = as_given(request.job, request.config)
+        return _found_of(outcome_of(job, run), candidate, start, len(run.timed.steps))
     except WlbError:
         return None
 
 
-def _found_of(run: Run, candidate: Candidate, start: Candidate, iterations: int) -> Found | None:
+def _found_of(outcome: Outcome, candidate: Candidate, start: Candidate, iterations: int) -> Found | None:
     """The figures of the first iterations. None where the run does not fit."""
-    fullest, times = candidate.job.fullest(run), run.timed.first(iterations)
-    if fullest is None or fullest[0] > candidate.job.gpu.room:
+    memory, times = outcome.memory, outcome.times.first(iterations)
+    if memory is None or memory[0] > candidate.job.gpu.room:
         return None
     return Found(
         candidate,
         changes(start, candidate),
         1e9 / times.ns_per_token,
         float(times.steps.max() / 1e6),
-        fullest[0],
+        memory[0],
         waiting(times, candidate.job.model.layout),
         float(times.busy.sum() / times.tokens.sum()),
     )
@@ -255,8 +268,43 @@ def _why(start: Found | None, end: Found) -> str:
     return "; ".join(f"{PARTS[name]} {share:+.0f} %" for name, share in top if abs(share) >= 0.5)
 
 
-def _pool() -> ProcessPoolExecutor:
-    context = multiprocessing.get_context(
-        "fork" if "fork" in multiprocessing.get_all_start_methods() else None
-    )
-    return ProcessPoolExecutor(min(4, os.cpu_count() or 1), mp_context=context)
+_inherited: Any = None
+"""In a process of `side_by_side`: what it shares with the first."""
+
+
+@contextmanager
+def side_by_side(shared: Any) -> Iterator[Callable[..., Any]]:
+    """A function that calls a module's function, with `shared` before its arguments, in another process: a Future.
+
+    Processes are forked at the first call and inherit `shared`: lengths of 100M documents are not sent. An exception
+    here ends them at once. Raises WlbError if one was killed.
+    """
+    context = multiprocessing.get_context("fork" if hasattr(os, "fork") else None)
+    pool = ProcessPoolExecutor(min(4, os.cpu_count() or 1), context, _inherit, (shared,))
+    gc.disable()  # plans are millions of tuples without cycles, and each collection would look at all of them
+    try:
+        yield lambda *called: pool.submit(_call, *called)
+    except BrokenExecutor:
+        raise WlbError(
+            "a process of the analysis was ended from outside, as Linux does where memory runs out: free some, or give "
+            "--no-split and --search none"
+        ) from None
+    except BaseException:
+        for process in (pool._processes or {}).values():
+            process.kill()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+        gc.enable()
+
+
+def _inherit(shared: Any) -> None:
+    global _inherited
+    _inherited = shared
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches all processes: the first one ends the others
+
+
+def _call(function: Callable[..., Any], *arguments: Any) -> Any:
+    return function(_inherited, *arguments)
