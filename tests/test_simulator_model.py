@@ -327,3 +327,30 @@ def test_layers_with_experts_take_about_what_was_measured_of_one() -> None:
     held_back = np.abs(errors[False])
     assert held_back.mean() < 0.11 and held_back.max() < 0.25, errors
     assert len(rows) == 15
+
+
+@pytest.mark.parametrize(
+    "experts, there, back",
+    [
+        (None, 4, 6),
+        (Experts(8, 256, 2, tensor=2), 4, 6),
+        (Experts(8, 256, 2, tensor=1), 2, 3),
+        (Experts(8, 256, 2, tensor=1, shared=256), 4, 6),
+        (Experts(8, 256, 2, tensor=1, dense_layers=2), 3, 4.5),
+    ],
+)
+def test_whole_experts_run_no_collective_over_tensor_ranks(experts, there, back):
+    """Megatron's dispatcher sends a rank's tokens to whole experts; attention alone gathers and scatters them."""
+    layout = Layout(tensor=2, context=1, pipeline=1, data=4, sequence=True)
+    ways = [
+        LayerModel(
+            shape=replace(SMALL, layers=4, experts=experts),
+            layout=layout,
+            assumptions=Assumptions(tp_exposed=share),
+        ).linear(8192)
+        for share in (1.0, 0.0)
+    ]
+    rates = Assumptions()
+    one = 1e9 * (8192 * 2 * SMALL.hidden / 2 / rates.nvlink_rate + rates.nvlink_latency)
+    for full, hidden, count in zip(*ways, (there, back), strict=True):
+        assert full - hidden == pytest.approx(count * one, rel=1e-6)

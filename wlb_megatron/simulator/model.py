@@ -216,7 +216,11 @@ class LayerModel:
         t = np.asarray(tokens, dtype=np.float64)
         # Sequence parallelism: two all-gathers and two reduce-scatters of the hidden rows; backward gathers the two
         # inputs of column-parallel products once more. Without it: two all-reduces each way, of two such passes each.
-        collective = rates.tp_exposed * (t * self._tp_row_ns() + self._tp_wait_ns())
+        # Experts that are not cut over tensor ranks run none of their own: 2 of 4 are then attention's, 3 of 6 back.
+        experts = shape.experts
+        whole_experts = experts is not None and experts.tensor == 1 and not experts.shared
+        share = rates.tp_exposed * (1 - self._routed_share / 2 if whole_experts else 1)
+        collective = share * (t * self._tp_row_ns() + self._tp_wait_ns())
         sent = 2 * self._expert_exchange_ns(t)  # to the experts and back
         back = 6 if self.layout.sequence else 4
         exchange, exchange_back = 4 * collective + sent, back * collective + sent
