@@ -14,8 +14,8 @@ from wlb_megatron.simulator.iteration import group_events, simulate
 from wlb_megatron.simulator.lengths import long_tailed, rescale
 from wlb_megatron.simulator.model import LayerModel
 from wlb_megatron.workload.assumptions import Assumptions
+from wlb_megatron.workload.cost_model import LAUNCH_NS
 from wlb_megatron.workload.kernel_table import h100, of_gpu
-from wlb_megatron.workload.micro_batch import LAUNCH_NS
 from wlb_megatron.workload.model import Experts, Layout, Model
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results" / "1x_h200"

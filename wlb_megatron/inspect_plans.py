@@ -23,9 +23,8 @@ from wlb_megatron.plan import IterationPlan, Piece
 from wlb_megatron.sharding.alignment import multiple
 from wlb_megatron.sharding.cut import cut_plans, pad
 from wlb_megatron.simulator.job import Job
-from wlb_megatron.workload.cost_model import CostModel
+from wlb_megatron.workload.cost_model import MICRO_BATCH_TOKENS, CostModel
 from wlb_megatron.workload.kernel_table import h100
-from wlb_megatron.workload.micro_batch import MICRO_BATCH_TOKENS
 from wlb_megatron.workload.model import Layout
 
 QUADRATIC_AT = 24576.0

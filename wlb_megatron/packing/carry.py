@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-from wlb_megatron.documents.corpus import VERSION
+from wlb_megatron.documents.corpus import STATE, VERSION
 from wlb_megatron.documents.piece_order import WHOLE
 from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.packing.planner import Planner
@@ -40,12 +40,8 @@ class Carried:
     gone: int
 
 
-class _Move(NamedTuple):
-    """Documents [first, end) of a saved corpus now have ids this much higher."""
-
-    first: int
-    end: int
-    further: int
+_Move = tuple[int, int, int]
+"""(first, end, further): documents [first, end) of a saved corpus now have ids this much higher."""
 
 
 def take_up(planner: Planner, samples: int, state: Mapping[str, Any], *, next_epoch: bool = False) -> Carried:
@@ -62,12 +58,11 @@ def take_up(planner: Planner, samples: int, state: Mapping[str, Any], *, next_ep
     kept_pieces: list[Piece] = []
     lost_pieces: list[Piece] = []
     for piece in waiting_in(state):
-        move = next((move for move in moves if move.first <= piece.document < move.end), None)
-        if move is None:
+        further = next((by for first, end, by in moves if first <= piece.document < end), None)
+        if further is None:
             lost_pieces.append(piece)
         else:
-            moved = piece._replace(document=piece.document + move.further)
-            kept_pieces += _cut(moved, window)
+            kept_pieces += _cut(piece._replace(document=piece.document + further), window)
     for number, place in begun_places.items():
         how = {name: rules[name] for name in ("window", "overlong")}
         for piece in stream.rest_of_place(number, place, saved["version"], **how):
@@ -76,14 +71,8 @@ def take_up(planner: Planner, samples: int, state: Mapping[str, Any], *, next_ep
     planner.begin_at(samples, kept_pieces, state.get("trained"))
     known_count = len(moves)
     on = sum(place["cursor"] > 0 or place["resume"] > 0 for place in places)
-    return Carried(
-        tuple(kept_pieces),
-        tuple(lost_pieces),
-        on,
-        known_count - on,
-        len(places) - known_count,
-        len(saved["corpora"]) - known_count,
-    )
+    begun, gone = (len(corpora) - known_count for corpora in (places, saved["corpora"]))
+    return Carried(tuple(kept_pieces), tuple(lost_pieces), on, known_count - on, begun, gone)
 
 
 def waiting_in(state: Mapping[str, Any]) -> list[Piece]:
@@ -106,16 +95,13 @@ def _places(
             number for number in unmatched if all(before[number][name] == corpus[name] for name in _CORPUS)
         ]
         if not matches:
-            new_place = dict.fromkeys(
-                ("epoch", "cursor", "resume", "tokens", "empty", "overlong", "lost_tokens"), 0
-            )
-            places.append(new_place | {"position": next_position})
+            places.append(dict.fromkeys(STATE, 0) | {"position": next_position})
             next_position += 1
             continue
         number = matches[0]
         unmatched.remove(number)
         first = before[number]["first_id"]
-        moves.append(_Move(first, first + before[number]["documents"], corpus["first_id"] - first))
+        moves.append((first, first + before[number]["documents"], corpus["first_id"] - first))
         place = {**saved["corpora"][number], "tokens": 0, "position": positions[number]}
         in_order = rules["seed"] == now["seed"]
         cut_alike = saved["version"] == VERSION and all(
@@ -135,10 +121,9 @@ def _with_another_window(place: Mapping[str, Any], saved: Mapping[str, Any]) -> 
     """The place after this one, with the windows that its epoch has begun with."""
     rules, end = saved["fingerprint"], place["cursor"] + (place["resume"] > 0)
     spreads = saved["version"] >= 3 and rules["seed"] is not None and rules["overlong"] in ("split", "chunk")
-    earlier_windows = [
-        *place.get("earlier", ()),
-        *([(end, rules["window"] if spreads else WHOLE)] if end else ()),
-    ]
+    earlier_windows = [*place.get("earlier", ())]
+    if end:
+        earlier_windows.append((end, rules["window"] if spreads else WHOLE))
     return {**place, "cursor": end, "resume": 0, "earlier": earlier_windows}
 
 

@@ -175,9 +175,8 @@ def cut(item: Item, number: int, cost: CostModel, capacity: int = 1 << 62) -> li
         ends.append(min(max(end, earliest), length - after, before + capacity))
     ends.append(length)
     works = cost.work(ends).tolist()
-    own_cost = int(
-        cost.work([1])[0] - CostModel(cost.quadratic_at).work([1])[0]
-    )  # a document's own cost, for each chunk
+    # A document's own cost, for each chunk.
+    own_cost = int(cost.work([1])[0] - CostModel(cost.quadratic_at).work([1])[0])
     chunks, start = [], 0
     for end, upto, before in zip(ends, works, [own_cost, *works], strict=False):
         piece = item.piece._replace(

@@ -138,10 +138,8 @@ class FixedSolverPacker(FixedGreedyPacker):
             (filled[index] if index >= 0 else short_items).append(item)
         filled, left_over = fill_greedily(short_items, filled, self._window, self._max_documents, self._cost)
         if left_over or not all(window and len(window) <= self._max_documents for window in filled):
-            return (
-                greedy,
-                [],
-            )  # the solver does not count documents, and may leave a window to the divisible rest alone
+            # The solver does not count documents, and may leave a window to the divisible rest alone.
+            return greedy, []
         return min((filled, greedy), key=lambda windows: self._summed_largest(windows, bins)), []
 
     def _summed_largest(self, windows: Sequence[Sequence[Waiting]], bins: int) -> int:

@@ -17,10 +17,17 @@ import numpy.typing as npt
 from wlb_megatron.sharding.predict import predict_all
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.workload.assumptions import Assumptions
-from wlb_megatron.workload.cost_model import CostModel, backward_over_forward
+from wlb_megatron.workload.cost_model import (
+    EXPERT_NS,
+    EXPERTS_NS,
+    LAUNCH_NS,
+    CostModel,
+    backward_over_forward,
+    chunk_ns,
+    stage_launch_ns,
+)
 from wlb_megatron.workload.costs import Costs, micro_batch_cost
 from wlb_megatron.workload.kernel_table import KernelTable, h100
-from wlb_megatron.workload.micro_batch import EXPERT_NS, EXPERTS_NS, LAUNCH_NS, chunk_ns, stage_launch_ns
 from wlb_megatron.workload.model import RECOMPUTE, Layout, Model, ffn_parameters
 
 FloatArray = npt.NDArray[np.float64]

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from wlb_megatron.workload.cost_model import FIXED_NS, LAUNCH_NS, chunk_ns, stage_launch_ns, token_ns
 from wlb_megatron.workload.kernel_table import KernelTable, frozen
-from wlb_megatron.workload.micro_batch import FIXED_NS, LAUNCH_NS, chunk_ns, stage_launch_ns, token_ns
 
 FloatArray = npt.NDArray[np.float64]
 SUMMED = (

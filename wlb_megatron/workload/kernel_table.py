@@ -75,12 +75,7 @@ class KernelTable:
 
     def __post_init__(self) -> None:
         a, b = len(self.queries), len(self.ratios)
-        if (
-            a < 2
-            or b < 2
-            or list(self.queries) != sorted(self.queries)
-            or list(self.ratios) != sorted(self.ratios)
-        ):
+        if min(a, b) < 2 or any(list(axis) != sorted(axis) for axis in (self.queries, self.ratios)):
             raise ValueError("a kernel table needs at least two ascending queries and two ascending ratios")
         if any(q % TILE or q <= 0 for q in self.queries):
             raise ValueError(f"a kernel table's queries must be positive multiples of {TILE}")

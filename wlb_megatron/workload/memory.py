@@ -336,11 +336,11 @@ def is_last(layout: Layout, stage: int) -> bool:
 def keys_bytes(shape: Model, layout: Layout) -> int:
     """Bytes that a stage keeps for each token held of a document in chunks: keys and values of all its layers, and
     their gradients, which are summed in fp32 at least (attention/key_cache.py)."""
-    return (
-        keyed_layers(shape.layers)
-        * kv_elements(shape, layout)
-        * (shape.dtype_bytes + max(4, shape.dtype_bytes))
-    )
+    return keyed_layers(shape.layers) * _layer_keys_bytes(shape, layout)
+
+
+def _layer_keys_bytes(shape: Model, layout: Layout) -> int:
+    return kv_elements(shape, layout) * (shape.dtype_bytes + max(4, shape.dtype_bytes))
 
 
 def attended_bytes(shape: Model, layout: Layout) -> int:
@@ -473,14 +473,13 @@ def stage_memory(
         _chunk(shape, layout, symbols(chunk), more, lingering)
         for chunk, more in zip(layers, further, strict=True)
     )
-    held_keys = kv_elements(shape, layout) * (shape.dtype_bytes + max(4, shape.dtype_bytes))
     # cuDNN's gradients are made for rounded counts of keys: 40,844 are 65,536.
     apart = 3 * layout.context * apart_bytes(shape, layout) // 2
     return StageMemory(
         chunks=chunks,
         ends=ends_bytes(shape, layout, stage) + waiting_loss_bytes(shape, layout, stage),
         loss=output_bytes(shape, layout) if last else 0,
-        keys=held_keys,
+        keys=_layer_keys_bytes(shape, layout),
         attended=attended_bytes(shape, layout) + apart,
     )
 

@@ -15,6 +15,7 @@ from wlb_megatron.packing.memory_limits import GpuMemory, with_lmax
 from wlb_megatron.plugin.flags.trained_model import MemoryFlags
 from wlb_megatron.plugin.flags.training_job import TrainingJob
 from wlb_megatron.workload.cost_model import (
+    MICRO_BATCH_TOKENS,
     CostModel,
     backward_over_forward,
     document_cost,
@@ -25,7 +26,6 @@ from wlb_megatron.workload.costs import MicroBatchCost
 from wlb_megatron.workload.costs import micro_batch_cost as costs_of_micro_batch
 from wlb_megatron.workload.kernel_table import h100
 from wlb_megatron.workload.memory import GIB, keys_bytes
-from wlb_megatron.workload.micro_batch import MICRO_BATCH_TOKENS
 from wlb_megatron.workload.model import Model
 
 
