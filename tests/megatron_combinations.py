@@ -1,7 +1,7 @@
 """The table of configurations: what a run adds to the small test model, and on how many processes.
 
 scripts/check_combinations.py runs each through Megatron's loop against the single process with the same `model`
-flags; tests/test_megatron_combinations.py runs a few of them.
+flags; tests/test_megatron_layouts.py runs a few of them.
 """
 
 import json

@@ -28,14 +28,11 @@ TRAINING = """--micro-batch-size 1 --seq-length 64 --max-position-embeddings 128
 """Thresholds are those of a run without a sample: to learn them takes each rank of each run a second."""
 
 
-GPU_MODEL = (
-    "--num-layers 4 --hidden-size 256 --ffn-hidden-size 512" + MODEL[MODEL.index(" --num-attention-heads") :]
-)
+GPU_MODEL = "--num-layers 4 --hidden-size 256 --ffn-hidden-size 512"
+GPU_MODEL += MODEL[MODEL.index(" --num-attention-heads") :]
 GPU_MACHINE = "--distributed-backend nccl --bf16 --no-gradient-accumulation-fusion --wlb-rehearsal never"
-GPU_TRAINING = TRAINING.replace("--seq-length 64 --max-position-embeddings 128", "") + (
-    " --seq-length 1024 --max-position-embeddings 2048"
-)
-
+GPU_TRAINING = TRAINING.replace("--seq-length 64 --max-position-embeddings 128", "")
+GPU_TRAINING += " --seq-length 1024 --max-position-embeddings 2048"
 
 EXPERT = ".experts."
 """In the names of experts' parameters."""
@@ -52,10 +49,7 @@ def flags(*more: str, **parallel: int) -> list[str]:
         parallel: tensor, pipeline, context sizes.
     """
     sizes = [f"--{name}-parallel-size={size}" for name, size in parallel.items()]
-    text = [
-        flag.replace("--tensor-", "--tensor-model-").replace("--pipeline-", "--pipeline-model-")
-        for flag in sizes
-    ]
+    text = [re.sub("^--(tensor|pipeline)-", r"--\1-model-", flag) for flag in sizes]
     made = [*MODEL.split(), *MACHINE.split(), *TRAINING.split(), *text, *" ".join(more).split()]
     without = {"--group-query-attention"} if "--multi-latent-attention" in made else set()
     return [flag for flag in made if flag not in without]
@@ -86,13 +80,8 @@ def rewrite_corpus(prefix: Path, documents: list[np.ndarray], builder_class: Any
 def gpu_environment() -> dict[str, str]:
     """This process's environment with the package on PYTHONPATH; one queue a GPU, as Megatron asks for."""
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
-        "PYTHONWARNINGS": "ignore",
-        "OMP_NUM_THREADS": "4",
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-    }
+    own = {"PYTHONPATH": os.pathsep.join(path for path in paths if path), "PYTHONWARNINGS": "ignore"}
+    return {**os.environ, **own, "OMP_NUM_THREADS": "4", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
 
 @contextlib.contextmanager
@@ -142,14 +131,8 @@ def launch(
         *target,
         *arguments,
     ]
-    with subprocess.Popen(
-        command,
-        env={**own, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as job:
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    with subprocess.Popen(command, env={**own, **environment}, **how) as job:
         try:
             output, errors = job.communicate(timeout=timeout)
         except BaseException:
@@ -226,8 +209,9 @@ def mean_losses(
 
 
 def numbers(ranks: list[dict[str, Any]]) -> list[int]:
-    """Micro-batches of the first rank in each iteration, each counted once for all model chunks of its stage."""
-    of = [iteration for iteration, _ in {entry[:2] for entry in ranks[0]["documents"]}]
+    """Micro-batches of the first rank in each iteration, each counted once for all model chunks of its stage. Those of
+    a rehearsal, iteration -1, are left out."""
+    of = [iteration for iteration, _ in {entry[:2] for entry in ranks[0]["documents"]} if iteration >= 0]
     return [of.count(iteration) for iteration in sorted(set(of))]
 
 

@@ -39,20 +39,8 @@ from wlb_megatron.plugin.step.deferred_losses import DeferredLoss
 OUT = Path(os.environ["WORKER_OUT"])
 EXACT = "WORKER_EXACT" in os.environ
 """Attention in plain torch, for a run in fp32 on a GPU: cuDNN's kernels take 16 bits alone."""
-seen: dict[str, Any] = {
-    "losses": [],
-    "documents": [],
-    "logits": [],
-    "tokens": [],
-    "evaluated": [],
-    "rows": [],
-    "kept": [],
-    "waits": [],
-    "recomputed": [],
-    "layers_run": [],
-    "own": [],
-    "reloads": [],
-}
+LISTS = "losses documents logits tokens evaluated rows kept waits recomputed layers_run own reloads"
+seen: dict[str, Any] = {name: [] for name in LISTS.split()}
 OWN_LIMIT = 5.0
 """Losses from which own_loss leaves tokens out."""
 
@@ -86,14 +74,10 @@ def _global_expert(name: str) -> str:
     """An expert's number among all of the layer's: local_experts.N., or weightN of grouped matrix products."""
     if ".experts." not in name:
         return name
-    rank, ranks = (
-        parallel_state.get_expert_model_parallel_rank(),
-        parallel_state.get_expert_model_parallel_world_size(),
-    )
-    first = rank * get_args().num_experts // ranks
-    return re.sub(
-        r"(local_experts\.|weight|bias)(\d+)", lambda match: f"{match[1]}{first + int(match[2])}", name
-    )
+    ranks = parallel_state.get_expert_model_parallel_world_size()
+    first = parallel_state.get_expert_model_parallel_rank() * get_args().num_experts // ranks
+    number = re.compile(r"(local_experts\.|weight|bias)(\d+)")
+    return number.sub(lambda match: f"{match[1]}{first + int(match[2])}", name)
 
 
 def fused_matrices() -> dict[str, tuple[int, ...]]:
@@ -113,13 +97,9 @@ def tensor_parallel_dim(parameter: torch.nn.Parameter) -> int | None:
 
 
 def with_known_weights(chunks: list[Any]) -> list[Any]:
-    dense = (
-        parallel_state.get_tensor_model_parallel_world_size(),
-        parallel_state.get_tensor_model_parallel_rank(),
-    )
-    expert = (
-        parallel_state.get_expert_tensor_parallel_world_size(),
-        parallel_state.get_expert_tensor_parallel_rank(),
+    dense, expert = (
+        tuple(getattr(parallel_state, f"get_{kind}_parallel_{what}")() for what in ("world_size", "rank"))
+        for kind in ("tensor_model", "expert_tensor")
     )
     tied = not get_args().untie_embeddings_and_output_weights
     for chunk in chunks:
@@ -271,7 +251,7 @@ def save_when_reduced() -> None:
                 "fused": fused_matrices(),
                 "etp": parallel_state.get_expert_tensor_parallel_rank(),
                 "layers": sum(
-                    isinstance(each, TransformerLayer) for chunk in model for each in chunk.modules()
+                    isinstance(one, TransformerLayer) for chunk in model for one in chunk.modules()
                 ),
             }
         seen["recomputed"].append(part(recomputation.Recomputation).numbers)
@@ -339,11 +319,8 @@ def own_loss(loss_mask: Any, output_tensor: Any, model: Any = None) -> Any:
     seen["own"].append((torch.is_grad_enabled(), float(loss.detach()), int(count)))
     if torch.is_grad_enabled():
         seen["losses"].append((float(loss.detach()), int(count)))
-    logged = {
-        name: torch.stack([value.detach(), count.float()])
-        for name, value in (("lm loss", loss), ("squares", squares))
-    }
-    return loss, count, logged
+    logged = {"lm loss": loss.detach(), "squares": squares}
+    return loss, count, {name: torch.stack([value, count.float()]) for name, value in logged.items()}
 
 
 def own_forward_step(data_iterator: Any, model: Any) -> Any:
@@ -499,9 +476,8 @@ def offload_on_cpus() -> None:
     transformer_engine.cpu_offload = SimpleNamespace()
     torch.Tensor.record_stream = lambda *_: None
     handler = offload.ChunkOffloadHandler
-    handler._can_manage_tensor_for_offload = staticmethod(
-        lambda tensor: not isinstance(tensor, torch.nn.Parameter)
-    )
+    activation = staticmethod(lambda tensor: not isinstance(tensor, torch.nn.Parameter))
+    handler._can_manage_tensor_for_offload = activation
     made, reload = TransformerConfig.__post_init__, handler.bulk_reload_group
 
     def configured(self: Any) -> None:

@@ -4,6 +4,7 @@ One run on two data-parallel ranks, of which Megatron runs each iteration but th
 result for wrong (--error-injection-rate), runs the iteration again, and goes on as the difference is not fatal.
 """
 
+import json
 import math
 import re
 from dataclasses import dataclass
@@ -12,7 +13,18 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_runs import failure, flags, launch, output_of, read_ranks, run_script
+from megatron_combinations import FSDP2, MOE
+from megatron_runs import (
+    failure,
+    flags,
+    launch,
+    output_of,
+    read_ranks,
+    refusal_of,
+    run_script,
+    train,
+    whole_gradients,
+)
 
 pytestmark = pytest.mark.megatron
 
@@ -172,3 +184,118 @@ def test_a_gradient_that_is_not_a_number_again_on_another_gpu_accuses_neither(co
         assert done.returncode == status, failure(done)
     verdicts = re.findall(r"status=RerunValidationStatus\.(\w+)", (tmp_path / "rejected").read_text())
     assert verdicts == ["INITIAL_RUN", "FIRST_RERUN_REPRODUCIBLE", "SECOND_RERUN_REPRODUCIBLE"]
+
+
+# fp16: the loss scale multiplies a mean over the global batch, and updates that are thrown away are reported.
+
+
+HALF_RUN = "--global-batch-size 4 --split 1,0,0"
+
+
+def test_gradients_are_the_scale_times_those_of_fp32_on_two_data_parallel_ranks(corpus, tmp_path):
+    """Divided by the tokens once, and so are those of multi-token prediction."""
+    arguments = flags(f"--data-path {corpus}", HALF_RUN, "--train-iters 1 --mtp-num-layers 1")
+    exact = whole_gradients(train(arguments, 1, tmp_path / "fp32"))
+    ranks = train([*arguments, "--fp16", "--loss-scale", "1024"], 2, tmp_path / "fp16")
+    gradients = whole_gradients(ranks)
+    for name, gradient in exact.items():
+        error = torch.linalg.norm(gradients[name].float() / 1024 - gradient) / torch.linalg.norm(gradient)
+        assert error < 0.02, f"{name}: {error:.3f}"
+
+
+def test_a_scale_at_which_summed_losses_overflow_is_kept_and_what_it_costs_is_told(corpus, tmp_path):
+    """From 2**22 a mean's scale settles at 2**21 (as it does without the plugin), a sum's over 240 tokens at 2**12."""
+    log = tmp_path / "log.jsonl"
+    scale = "--fp16 --initial-loss-scale 4194304 --hysteresis 1 --log-interval 2"
+    said = output_of(flags(f"--data-path {corpus} --wlb-log {log} --train-iters 6", HALF_RUN, scale), 1)
+    rows = [json.loads(interval) for interval in log.read_text().splitlines()]
+    skipped = [row for row in rows if row["update_skipped"]]
+    assert 1 <= len(skipped) <= 3 and len(rows) == 6
+    assert min(float(value) for value in re.findall(r"loss scale: (\S+)", said)) >= 2**19
+    counts = re.findall(r"updates thrown away: (\d+), with (\d+) documents, (\d+) tokens", said)
+    sums = [sum(int(interval[at]) for interval in counts) for at in range(3)]
+    assert sums == [len(skipped), *(sum(row[name] for row in skipped) for name in ("documents", "tokens"))]
+
+
+# --wlb-token-weights equal: a token's loss weighs the same in every step, however many tokens the step has.
+
+
+WINDOWS = 4
+
+
+@pytest.mark.parametrize(
+    ("model", "parallel"),
+    [
+        ("", f"--wlb-token-weights equal {FSDP2}"),
+        (f"{MOE} --moe-z-loss-coeff 0.01 --mtp-num-layers 1", ""),  # documents may wait, so auto is equal
+    ],
+)
+def test_gradients_are_sums_over_tokens_divided_by_the_windows_tokens(corpus, tmp_path, model, parallel):
+    """On two data-parallel ranks, against one process whose gradients are means over the step's predictions.
+
+    Losses of routers and of multi-token prediction keep their share of the gradient.
+    """
+    log = tmp_path / "log.jsonl"
+    run = f"--data-path {corpus} --wlb-log {log} --global-batch-size {WINDOWS} --split 1,0,0 --train-iters 1"
+    arguments = flags(run, model)
+    mean = whole_gradients(train([*arguments, "--wlb-token-weights", "step"], 1, tmp_path / "step"))
+    (row,) = map(json.loads, log.read_text().splitlines())
+    equal = whole_gradients(train([*arguments, *parallel.split()], 2, tmp_path / "equal"))
+    window = int(arguments[arguments.index("--seq-length") + 1])
+    predictions = row["tokens"] - row["documents"]  # the last token of each whole document predicts nothing
+    assert predictions != WINDOWS * window
+    for name, gradient in mean.items():
+        expected = gradient * predictions / (WINDOWS * window)
+        error = torch.linalg.norm(equal[name] - expected) / torch.linalg.norm(expected)
+        assert error < 1e-5, f"{name}: {error:.2e}"
+
+
+# Global batches that data-parallel ranks do not divide.
+
+
+def test_a_batch_of_four_is_decreased_to_three_over_three_ranks(corpus, tmp_path):
+    """Megatron's consumed samples and the planner's agree, also after a resume."""
+    log = tmp_path / "log.jsonl"
+    arguments = flags(
+        f"--data-path {corpus} --split 60,40,0 --eval-iters 1 --eval-interval 2 --eval-global-batch-size 3",
+        f"--global-batch-size 4 --decrease-batch-size-if-needed --train-iters 4 --wlb-log {log}",
+        f"--save {tmp_path} --load {tmp_path} --save-interval 2 --ckpt-format torch",
+    )
+    output_of([*arguments, "--exit-interval", "2"], 3)
+    assert "4/       4 | consumed samples:           12 |" in output_of(arguments, 3)
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [row["iteration"] for row in rows] == [1, 2, 3, 4]
+    # Three windows of 64 tokens arrive in each; some of them may wait, and one document more may come.
+    assert abs(rows[-1]["consumed_tokens"] - 4 * 3 * 64) < 128
+
+
+def test_a_micro_batch_of_two_windows_trains_exactly_at_resume_and_evaluates_in_its_own(corpus, tmp_path):
+    """8 windows over two ranks are two micro-batches each, of up to 1.5 x 2 windows of 64 tokens."""
+    arguments = flags(
+        f"--data-path {corpus} --split 60,40,0 --num-workers 0 --train-iters 4 --global-batch-size 8",
+        "--micro-batch-size 2 --eval-interval 2 --eval-iters 1 --eval-micro-batch-size 4 --eval-global-batch-size 8",
+        "--wlb-micro-batches-per-window 1 --wlb-chunks off --wlb-thresholds 61 --wlb-log-plans",
+    )
+    save = f"--save {tmp_path} --load {tmp_path} --save-interval 2 --ckpt-format torch".split()
+    log = ["--wlb-log", str(tmp_path / "log.jsonl")]
+    whole = output_of([*arguments, "--wlb-log", str(tmp_path / "whole.jsonl")], 2)
+    first = output_of([*arguments, *save, *log, "--exit-interval", "2"], 2)
+    resumed = output_of([*arguments, *save, *log], 2)
+    assert "4/       4 | consumed samples:           32 |" in resumed
+    assert "micro-batches of at most 192 tokens" in resumed
+    assert norms(whole) == norms(first) + norms(resumed) and len(norms(whole)) == 4
+    rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    plans = [row["lengths"] for row in rows]
+    whole_rows = (tmp_path / "whole.jsonl").read_text().splitlines()
+    assert plans == [json.loads(line)["lengths"] for line in whole_rows]
+    micro_batches = [micro_batch for plan in plans for row in plan for micro_batch in row]
+    assert [len(plan) for plan in plans] == [2] * 4
+    assert 128 < max(map(sum, micro_batches)) <= 192 and max(map(max, micro_batches)) == 64
+    assert abs(rows[-1]["consumed_tokens"] + rows[-1]["waiting_tokens"] - 4 * 8 * 64) < 64
+    refused = refusal_of([*arguments, *save, *log, "--micro-batch-size", "4"], 2)
+    assert "keep --seq-length and --micro-batch-size" in refused
+
+
+def norms(output: str) -> list[str]:
+    """Of gradients, by iteration. (The losses logged after a resume's first iteration are means with it.)"""
+    return re.findall(r"grad norm: (\S+)", output)

@@ -10,20 +10,26 @@ import pytest
 from megatron_combinations import (
     BY_DOCUMENT_ALONE,
     CHUNKS,
+    CP,
     CP2,
     EP,
     FOUR,
     FP8_DELAYED,
     FULL,
+    MOE,
     OVERLAPS,
     PP,
     PP2,
+    RECOMPUTE,
+    REHEARSED,
     SP,
+    TP,
     VPP,
     WHOLE,
 )
 from megatron_runs import check_alike, flags, launch, numbers, train, write_corpus
 
+from wlb_megatron.pipeline.orders import grouped_orders
 from wlb_megatron.plugin.flags.versions import megatron_version
 
 pytestmark = pytest.mark.megatron
@@ -32,10 +38,8 @@ ITERATIONS = 3
 TRAINED = f"--global-batch-size 8 --train-iters {ITERATIONS} --wlb-max-delay 0"
 SELECTIVE = "--recompute-granularity selective --wlb-regather-keys"
 WINDOWS = "--window-size 9,0 --window-attn-skip-freq 2 --softmax-type learnable"
-MLA = (
-    "--multi-latent-attention --no-rope-fusion --q-lora-rank 16 --kv-lora-rank 16 --qk-head-dim 8 "
-    "--qk-pos-emb-head-dim 4 --v-head-dim 8"
-)
+MLA = """--multi-latent-attention --no-rope-fusion --q-lora-rank 16 --kv-lora-rank 16 --qk-head-dim 8
+--qk-pos-emb-head-dim 4 --v-head-dim 8"""
 PP4_OF_2 = f"{PP} 4 --num-virtual-stages-per-pipeline-rank 2 --no-overlap-p2p-communication"
 ROWS = {
     "PP2": (2, PP2, ""),
@@ -109,9 +113,10 @@ def test_offloaded_activations_come_back_in_the_order_of_the_backwards(corpus, s
         documents: set[Any] = set()
         for _, number, pieces, _ in rank["documents"]:
             held = {tuple(piece[:2]) for piece in pieces if piece[1] >= 0}
-            groups = (
-                [*groups[:-1], [number, *groups[-1]]] if number and held & documents else [*groups, [number]]
-            )
+            if number and held & documents:
+                groups[-1].insert(0, number)
+            else:
+                groups.append([number])
             documents = held
         order = [at for group in groups for at in group]
         assert [at for at, _ in itertools.groupby(rank["reloads"])] == order
@@ -132,11 +137,8 @@ def test_a_change_of_losses_that_was_not_seen_beforehand_ends_the_job_with_a_lin
     arguments = flags(f"--data-path {corpus}", TRAINED, PP2, CHUNKS)
     done = launch(arguments, 2, out=tmp_path / "out", timeout=60, WORKER_DOUBLES=what)
     assert done.returncode == 1
-    lines = [
-        line
-        for line in done.stderr.splitlines()
-        if "the model's output was changed after its forward" in line
-    ]
+    changed = "the model's output was changed after its forward"
+    lines = [line for line in done.stderr.splitlines() if changed in line]
     assert lines and all("error: rank 1 on " in line and "--wlb-chunks off" in line for line in lines)
 
 
@@ -152,8 +154,6 @@ def test_a_document_of_four_windows_trains_whole_as_in_a_window_of_its_length(la
     chunks += " --wlb-micro-batch-cost 2 --wlb-rehearsal always"
     reports = f"--wlb-log {log} --wlb-trace {traced} --wlb-trace-iteration 2"
     ranks = train(flags(base, chunks, reports), 2, tmp_path / "ranks")
-    for rank in ranks:
-        rank["documents"] = [entry for entry in rank["documents"] if entry[0] >= 0]
     trained = [[entry[0], *piece] for entry in alone[0]["documents"] for piece in entry[2]]
     assert 256 in {end - start for _, _, _, start, end in trained}
     assert chunks_of_a_document(ranks) >= 6
@@ -180,3 +180,72 @@ def check_log_and_trace(
         assert ("(" in event["name"]) == (document >= 0)
     letters = {e["args"]["document_in_chunks"]: e["name"][-3:] for e in events if "(" in e["name"]}
     assert len({*letters.values()}) == len(letters) == len(trace["otherData"]["legend"]) >= 1
+
+
+# As many micro-batches as the plan wants.
+
+
+FREE_ITERATIONS = 4
+EXPERTS = MOE.replace("aux_loss --moe-aux-loss-coeff 0.01", "none")
+FREE_ROWS = {
+    "PP2": (2, PP2, "", 2),
+    "PP2xCP2": (4, f"{PP2} --context-parallel-size 2", "", 2),
+    "PP2xVPP2, an odd number of windows": (2, f"{VPP} {REHEARSED}", f"{FOUR} --global-batch-size 7", 4),
+    "DP2xPP2": (4, PP2, "", 7),
+    "EP2xPP2": (4, f"{PP2} --expert-model-parallel-size 2", EXPERTS, 7),
+}
+"""Processes, layout, model, and what a micro-batch costs by itself (tokens), so that their number changes."""
+FREE_TRAINED = f"--global-batch-size 8 --train-iters {FREE_ITERATIONS} --wlb-max-delay 0 --wlb-max-tokens 256"
+FREE = "--wlb-micro-batches-per-window auto --wlb-quadratic-at 80 --wlb-micro-batch-cost"
+
+
+@pytest.mark.parametrize("name", FREE_ROWS)
+def test_as_many_micro_batches_as_the_plan_wants_train_what_one_a_window_trains(
+    name, corpus, single, tmp_path
+):
+    """Nothing is delayed, so that an iteration trains the same documents whatever the pipeline."""
+    processes, layout, model, cost = FREE_ROWS[name]
+    arguments = flags(f"--data-path {corpus}", FREE_TRAINED, model, f"{layout} {FREE} {cost}")
+    ranks = train(arguments, processes, tmp_path)
+    counts = numbers(ranks)
+    check_alike(single(FREE_TRAINED, model), ranks, FREE_ITERATIONS, counts)
+    assert max(counts) > (7 if "VPP" in name else 8 // (2 if name in ("DP2xPP2", "EP2xPP2") else 1))
+    if "VPP" in name:
+        assert all(number % 2 == 0 for number in counts)
+    else:
+        assert len(set(counts)) > 1, f"{counts}: the number never changes"
+
+
+# Steps in groups of micro-batches, backwards last first.
+
+
+GROUPS = {
+    "PP4, full recompute": (4, f"{PP} 4 {RECOMPUTE} uniform", "1,3,2"),
+    "PP2xCP2, selective recompute": (4, f"{PP} 2 {CP} 2 --recompute-granularity selective", "6"),
+    "TP2xPP2, sequence parallel": (4, f"{TP} 2 {PP} 2 --sequence-parallel", "4,2"),
+    "DP2xPP2, distributed optimizer, overlaps": (4, f"{PP} 2 {OVERLAPS}", "1,2;3"),
+    "DP2, distributed optimizer, overlaps": (2, OVERLAPS, "1,2;2,1"),
+    "one stage": (1, "", "2,1,3"),
+}
+GROUPED = f"{FOUR} --global-batch-size 6 --train-iters {ITERATIONS}"
+
+
+@pytest.mark.parametrize("layout", GROUPS)
+def test_a_step_in_groups_equals_the_single_process_and_is_traced_as_it_ran(layout, corpus, single, tmp_path):
+    processes, extra, sizes = GROUPS[layout]
+    traced = tmp_path / "trace.json"
+    reported = f"--wlb-trace {traced} --wlb-trace-iteration 2"
+    arguments = flags(f"--data-path {corpus}", GROUPED, extra, reported)
+    ranks = train(arguments, processes, tmp_path, WORKER_GROUPS=sizes)
+    check_alike(single(GROUPED), ranks, ITERATIONS)
+    events = [event for event in json.loads(traced.read_text())["traceEvents"] if event["ph"] == "X"]
+    for data, text in enumerate(sizes.split(";")):
+        first, *others = map(int, text.split(","))  # of the first iteration
+        orders = grouped_orders(max(rank["place"]["pp"] for rank in ranks) + 1, [*others, first])
+        mine = [event for event in events if event["pid"] == data]
+        rows = sorted({event["tid"] for event in mine})  # stage by stage, the ranks of each
+        for at, row in enumerate(rows):
+            ran = sorted((event["ts"], event["name"]) for event in mine if event["tid"] == row)
+            order = orders[at * len(orders) // len(rows)]
+            planned = ["FB"[step.backward] + str(step.micro_batch) for step in order]
+            assert [name for _, name in ran] == planned

@@ -25,6 +25,14 @@ def documents(micro_batches: Iterable[tuple[list[Any], float, int]]) -> list[tup
     return sorted(tuple(piece[1:]) for pieces, _, _ in micro_batches for piece in pieces if piece[1] >= 0)
 
 
+def cut_at(window: int, ids: range, lengths: list[int]) -> list[tuple[int, int, int]]:
+    """(document, start, end) of all pieces of documents with these ids and lengths."""
+    documents = zip(ids, lengths, strict=True)
+    return [
+        (one, at, min(at + window, length)) for one, length in documents for at in range(0, length, window)
+    ]
+
+
 def printed(output: str, where: str) -> list[float]:
     return [float(value) for value in re.findall(rf"{where} \| lm loss value: (\S+)", output)]
 
@@ -47,19 +55,10 @@ def test_several_sets_are_each_evaluated_whole_over_two_data_parallel_ranks(corp
     assert [of_rank[:half] for of_rank in ranks] == [of_rank[half:] for of_rank in ranks]
     for name, ids in (("short", range(10)), ("few", range(10, 15))):  # ids run on over the sets
         mine = [
-            [
-                micro_batch
-                for micro_batch in rank[:half]
-                if all(piece[1] in ids for piece in micro_batch[0] if piece[1] >= 0)
-            ]
+            [one for one in rank[:half] if all(piece[1] in ids for piece in one[0] if piece[1] >= 0)]
             for rank in ranks
         ]
-        whole = [
-            (number, start, min(start + 64, length))
-            for number, length in zip(ids, SETS[name], strict=True)
-            for start in range(0, length, 64)
-        ]
-        assert documents([*mine[0], *mine[1]]) == whole, name
+        assert documents([*mine[0], *mine[1]]) == cut_at(64, ids, SETS[name]), name
         losses = printed(said, f"validation-{name} loss at iteration 1")
         with_documents = [micro_batch for rank in mine for micro_batch in rank if documents([micro_batch])]
         assert losses == pytest.approx([mean(with_documents)], rel=1e-6), name
@@ -89,12 +88,7 @@ def test_a_checkpoint_is_evaluated_on_other_data_at_another_window_and_batch(cor
     other = f"--valid-data-path {tmp_path}/other --seq-length 32 --no-load-optim --skip-train"
     said = output_of(flags(FROZEN, checkpoint, other), 2, out=tmp_path / "out")
     ranks = evaluated(tmp_path / "out", 2)
-    whole = [
-        (number, start, min(start + 32, length))
-        for number, length in enumerate(SETS["short"])
-        for start in range(0, length, 32)
-    ]
-    assert documents([*ranks[0], *ranks[1]]) == whole
+    assert documents([*ranks[0], *ranks[1]]) == cut_at(32, range(10), SETS["short"])
     seen = [micro_batch for rank in ranks for micro_batch in rank if documents([micro_batch])]
     assert printed(said, "validation set") == pytest.approx([mean(seen)], rel=1e-6)
     assert "10 documents, packing varlen" in said

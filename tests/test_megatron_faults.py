@@ -17,6 +17,7 @@ from megatron_runs import (
     launch,
     output_of,
     refusal_of,
+    rewrite_corpus,
     run_script,
     write_corpus,
 )
@@ -149,3 +150,15 @@ def test_what_a_checkpoint_refuses_is_told_once_a_node(corpus, tmp_path):
         ("--global-batch-size 4", "the checkpoint's learning rate cannot go on (OptimizerParam"),
     ):
         assert refusal_of([*arguments, *changed.split()], 2, timeout=LIMIT).count(line) == 1
+
+
+def test_a_token_id_outside_the_vocabulary_ends_the_run_on_tensor_parallel_ranks(tmp_path):
+    """Each rank's embedding would take it for one of the other's rows, and the loss would look fine."""
+    documents = write_corpus(tmp_path / "corpus", LENGTHS)
+    documents[17][60] = 4999
+    rewrite_corpus(tmp_path / "corpus", documents)
+    run = f"--data-path {tmp_path}/corpus --global-batch-size 4 --train-iters 8 --split 1,0,0 --num-workers 1"
+    # A rank other than 0 puts its number and host before the line.
+    last = refusal_of(flags(run, tensor=2), 2).strip().splitlines()[-1]
+    assert last.startswith("wlb_megatron: error: ")
+    assert f"{tmp_path}/corpus: document 17 has token id 4999 at token 60" in last

@@ -68,15 +68,9 @@ def test_gated_delta_nets_over_packed_documents_are_those_of_each_document_alone
     trained = {piece for _, _, pieces, _ in ranks[0]["documents"] for piece in pieces if piece[1] >= 0}
     documents = sorted(document for _, document, _, end in trained if end > 1)
     assert any(len(rows) > 1 for _, _, _, rows in ranks[0]["documents"])
-    size = ["--global-batch-size", str(len(documents))]
-    alone = train(
-        [*without_plugin([*arguments, *size, "--deterministic-mode"]), "--wlb-off"],
-        1,
-        tmp_path / "alone",
-        stock=True,
-        NCCL_ALGO="Ring",
-        WORKER_ALONE=json.dumps(documents),
-    )
+    one_step = [*arguments, "--global-batch-size", str(len(documents)), "--deterministic-mode"]
+    stock = {"stock": True, "NCCL_ALGO": "Ring", "WORKER_ALONE": json.dumps(documents)}
+    alone = train([*without_plugin(one_step), "--wlb-off"], 1, tmp_path / "alone", **stock)
     loss, gradient, parameter = differences(alone, ranks, 1)
 
     assert loss <= 5e-6 and gradient <= 1e-4, parameter

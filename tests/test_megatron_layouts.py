@@ -4,20 +4,29 @@ import re
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
-from megatron_combinations import CHUNKS, MOE, RECOMPUTE
-from megatron_runs import check_alike, flags, output_of, train
+import torch
+from megatron_combinations import CHUNKS, CP2, CPU, MOE, RECOMPUTE, Combination
+from megatron_runs import (
+    LENGTHS,
+    check_alike,
+    flags,
+    output_of,
+    rewrite_corpus,
+    train,
+    whole_gradients,
+    write_corpus,
+)
 
 from wlb_megatron.plugin.flags.versions import megatron_version
 
 pytestmark = pytest.mark.megatron
 
-LAYOUTS = {
-    "TP2": (2, {"tensor": 2}),
-    "CP2": (2, {"context": 2}),
-    "PP2": (2, {"pipeline": 2}),
-    "CP2xPP2": (4, {"context": 2, "pipeline": 2}),
-    "DP2xCP2": (4, {"context": 2}),
+BREADTH = f"--window-size 9,0 --window-attn-skip-freq 2 --softmax-type learnable --no-rope-freq 2 {RECOMPUTE} uniform"
+LAYOUTS = {row.name: row for row in CPU} | {
+    "DP2xCP2, keys sent again": Combination("", 4, f"{CP2} --wlb-regather-keys"),
+    "CP2, windows, sinks, full recompute": Combination("", 2, CP2, BREADTH),
 }
 RUN = "--global-batch-size 4 --train-iters 2"
 
@@ -31,15 +40,25 @@ def test_micro_batches_differ_in_length_and_hold_several_documents(single):
 
 @pytest.mark.parametrize(
     ("layout", "sharding"),
-    [*((layout, "per-document") for layout in LAYOUTS), ("CP2", "per-sequence"), ("CP2xPP2", "adaptive")],
+    [
+        *((name, "per-document") for name in ("TP2", "CP2", "PP2", "CP2xPP2", "DP2xCP2, keys sent again")),
+        ("CP2, windows, sinks, full recompute", "per-document"),
+        *(("CP2", "per-sequence"), ("CP2xPP2", "adaptive"), ("torch FSDP2, DP2xCP2", "adaptive")),
+        ("VPP2 on PP2, DP2, distributed optimizer", "adaptive"),
+        # All in the warm-up: activations wrap from the last stage to the first.
+        ("VPP2 on PP4 = micro-batches", "adaptive"),
+        *(("MTP of 1, MoE, TP2+SP, CP2", "adaptive"), ("FP8 delayed, full recompute, DP2xPP2", "adaptive")),
+    ],
 )
 def test_losses_and_gradients_equal_the_single_process(layout, sharding, corpus, single, tmp_path):
-    processes, parallel = LAYOUTS[layout]
-    more = "--wlb-regather-keys" * (layout == "DP2xCP2")
-    arguments = flags(f"--data-path {corpus}", RUN, f"--wlb-sharding {sharding}", more, **parallel)
-    ranks = train(arguments, processes, tmp_path)
-    check_alike(single(RUN), ranks, 2)
-    assert trained(ranks) == trained(single(RUN))
+    """A few rows of the table in megatron_combinations.py; scripts/check_combinations.py runs all of them."""
+    row = LAYOUTS[layout]
+    arguments = flags(f"--data-path {corpus}", RUN, row.model, row.flags, f"--wlb-sharding {sharding}")
+    ranks = train(arguments, row.processes, tmp_path)
+    check_alike(single(RUN, row.model), ranks, 2)
+    chunks = 2 if "VPP2" in layout else 1  # the worker notes a micro-batch in each of a stage's
+    assert trained(ranks) == [entry for entry in trained(single(RUN, row.model)) for _ in range(chunks)]
+    assert any(name.endswith("softmax_offset") for name in whole_gradients(ranks)) == ("sinks" in layout)
 
 
 def trained(ranks: list[dict[str, Any]]) -> list[tuple[int, tuple[int, ...]]]:
@@ -76,16 +95,13 @@ def test_logged_losses_are_means_over_the_planned_micro_batches_and_leave_out_th
     )
     model = f"{routers} --moe-z-loss-coeff 0.01 --mtp-num-layers 1"
     losses = []
-    for rehearsal, per_window, chunks in (
-        *(("never", "1", "off"), ("always", "1", "off")),
-        *(("never", "2", "off"), ("never", "2", "on")),
-    ):
+    for how in ("never 1 off", "always 1 off", "never 2 off", "never 2 on"):
+        rehearsal, per_window, chunks = how.split()
         plans = f"--wlb-rehearsal {rehearsal} --wlb-micro-batches-per-window {per_window} --wlb-max-delay 0"
         arguments = flags(f"--data-path {corpus}", RUN, model, plans, f"--wlb-chunks {chunks}")
         losses.append(losses_of(output_of(arguments, 1)))
-    assert {name for name, _ in losses[0]} >= {
-        *("lm loss", "load_balancing_loss", "global_load_balancing_loss", "z_loss", "mtp_1 loss"),
-    }
+    names = "lm loss", "load_balancing_loss", "global_load_balancing_loss", "z_loss", "mtp_1 loss"
+    assert {name for name, _ in losses[0]} >= {*names}
     assert losses[1] == losses[0]
     first = len(losses[0]) // 2  # of these are the first of two iterations, before any weight has changed
     for at, ((name, value), *others) in enumerate(zip(losses[0], *losses[2:], strict=True)):
@@ -148,3 +164,45 @@ def test_logged_losses_by_token_and_by_document_are_those_of_whole_documents_whe
     assert chunks[by_micro_batch] != pytest.approx(whole[by_micro_batch], rel=1e-3)
     assert chunks | {by_micro_batch: 0} == pytest.approx(whole | {by_micro_batch: 0}, rel=2e-6)
     assert "seq_load_balancing_loss" in whole
+
+
+def logits_by_document(ranks: list[dict[str, Any]]) -> dict[tuple[int, ...], dict[int, torch.Tensor]]:
+    """{piece: {position: logits}} of all that was trained."""
+    by_document: dict[tuple[int, ...], dict[int, torch.Tensor]] = {}
+    for rank in ranks:
+        for (_, _, pieces, rows), logits in zip(rank["documents"], rank["logits"], strict=True):
+            at = 0
+            for index, start, end in rows:
+                for position in range(start, end):
+                    by_document.setdefault(pieces[index], {})[position] = logits[at + position - start, 0]
+                at += end - start
+    return by_document
+
+
+@pytest.mark.parametrize("sharding", ["per-document", "per-sequence"])
+def test_one_changed_token_changes_its_own_document_alone(sharding, tmp_path):
+    documents = write_corpus(tmp_path / "before", LENGTHS)
+
+    def logits(corpus: str) -> dict[tuple[int, ...], dict[int, torch.Tensor]]:
+        data = f"--data-path {tmp_path}/{corpus} --wlb-sharding {sharding}"
+        run = f"--global-batch-size 2 --train-iters 1 {data}"
+        ranks = train(flags(run, context=2), 2, tmp_path / f"{corpus} seen", WORKER_LOGITS="1")
+        return logits_by_document(ranks)
+
+    before = logits("before")
+    together = [piece for piece in before if piece[1] >= 0]
+    assert len(together) > 4
+    changed = max(together, key=lambda piece: piece[3] - piece[2])
+    place = (changed[3] - changed[2]) // 2
+    document = documents[changed[1]] = documents[changed[1]].copy()
+    document[changed[2] + place] = (document[changed[2] + place] + 1) % 127
+    rewrite_corpus(tmp_path / "after", documents)
+    after = logits("after")
+    assert before.keys() == after.keys()
+    for piece, by_position in before.items():
+        same = [torch.equal(value, after[piece][at]) for at, value in sorted(by_position.items())]
+        if piece == changed:
+            assert all(same[:place]) and not any(same[place:])  # and causal within the document
+        else:
+            assert all(same), piece
+    assert np.any([piece != changed for piece in together])

@@ -41,33 +41,21 @@ def test_what_takes_one_length_goes_with_windows_alone(feature):
             refuse_unsupported(megatron(**feature, **changed), config)
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"micro_batch_size": 2, "eval_micro_batch_size": 2},
-        {"num_experts": 4, "moe_token_dispatcher_type": "alltoall"},
-        {"rampup_batch_size": [2, 2, 4]},
-    ],
-    ids=["several windows", "experts", "growing batches"],
-)
-def test_graphs_of_one_shape_are_refused_where_another_would_come(changed):
-    with pytest.raises(Refused, match="a graph takes one number of tokens"):
-        refuse_unsupported(megatron(**GRAPHS, **changed), GREEDY)
-
-
-@pytest.mark.parametrize(
-    "graphs",
-    [
+def test_graphs_are_refused_where_another_shape_would_come_or_more_than_mlps_are_in_them():
+    several_windows = {"micro_batch_size": 2, "eval_micro_batch_size": 2}
+    experts = {"num_experts": 4, "moe_token_dispatcher_type": "alltoall"}
+    for changed in (several_windows, experts, {"rampup_batch_size": [2, 2, 4]}):
+        with pytest.raises(Refused, match="a graph takes one number of tokens"):
+            refuse_unsupported(megatron(**GRAPHS, **changed), GREEDY)
+    for graphs in (
         {"cuda_graph_impl": "local"},
         {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": []},
         {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": ["attn", "mlp"]},
         {"enable_cuda_graph": True},
-    ],
-)
-def test_graphs_of_more_than_mlps_are_refused_with_any_packing(graphs):
-    assert graphed(megatron(**graphs)) not in (None, MLP_GRAPHS)
-    with pytest.raises(Refused, match="leave graphs off"):
-        refuse_unsupported(megatron(**graphs), GREEDY)
+    ):
+        assert graphed(megatron(**graphs)) not in (None, MLP_GRAPHS)
+        with pytest.raises(Refused, match="leave graphs off"):
+            refuse_unsupported(megatron(**graphs), GREEDY)
 
 
 @pytest.mark.megatron

@@ -85,14 +85,11 @@ def test_what_it_logs_and_evaluation_are_its_own(more, documents, tmp_path):
 
 def trained(ranks: list[dict[str, Any]], documents: list[Tensor]) -> list[Tensor]:
     """The documents of the first iteration, whatever their pieces."""
-    pieces = [
-        (rank["place"]["dp"], *piece[:2])
-        for rank in ranks
-        for iteration, _, pieces, _ in rank["documents"]
-        for piece in pieces
-        if iteration == 0 and piece[1] >= 0
-    ]
-    return [documents[document] for _, _, document in sorted(set(pieces))]
+    drawn = set()
+    for rank in ranks:
+        pieces = [piece for iteration, _, of, _ in rank["documents"] if iteration == 0 for piece in of]
+        drawn |= {(rank["place"]["dp"], *piece[:2]) for piece in pieces if piece[1] >= 0}
+    return [documents[document] for _, _, document in sorted(drawn)]
 
 
 def oracle(like: dict[str, Tensor], documents: list[Tensor]) -> tuple[float, int, float, dict[str, Tensor]]:
