@@ -71,16 +71,12 @@ def conversation(
 
 def conversations(count: int, seed: int = 1, longest: int = 20) -> list[list[dict[str, Any]]]:
     generator = random.Random(seed)
-    return [
-        conversation(
-            generator,
-            [
-                (generator.randint(1, longest), generator.randint(1, longest))
-                for _ in range(generator.randint(1, 2))
-            ],
-        )
-        for _ in range(count)
-    ]
+
+    def turns() -> list[tuple[int, int]]:
+        few = range(generator.randint(1, 2))
+        return [(generator.randint(1, longest), generator.randint(1, longest)) for _ in few]
+
+    return [conversation(generator, turns()) for _ in range(count)]
 
 
 def write_jsonl(path: Path, lines: Sequence[list[dict[str, Any]]]) -> Path:

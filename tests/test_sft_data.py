@@ -79,12 +79,9 @@ def test_a_bad_line_is_refused_with_its_reason(case):
     assert reason in str(raised.value)
 
 
-def test_a_line_splits_at_system_turns_alone():
+def test_a_line_splits_at_system_turns_alone_and_blank_lines_and_what_a_flag_accepts_pass():
     line = line_of(USER, ANSWER, SYSTEM, USER, ANSWER, USER, ANSWER, SYSTEM, USER, ANSWER)
     assert [len(made) for made in conversations_of(line, Reading(by_role=True))] == [2, 5, 3]
-
-
-def test_blank_lines_line_ends_of_windows_and_what_a_flag_accepts_pass():
     reading = Reading(by_role=True)
     assert conversations_of(b" \r\n", reading) == []
     assert len(conversations_of(line_of(USER, ANSWER) + b"\r\n", reading)) == 1
@@ -135,10 +132,8 @@ def documents_of(indexed: Any) -> list[tuple[list[int], list[int]]]:
     mask = np.fromfile(f"{indexed.files.prefix}.mask", dtype=np.uint8)
     bounds = np.concatenate(([0], np.cumsum(corpus.index.lengths)))
     assert len(mask) == bounds[-1]
-    return [
-        (corpus.read(d, 0, len(corpus.read(d, 0, int(n)))).tolist(), mask[bounds[d] : bounds[d + 1]].tolist())
-        for d, n in enumerate(corpus.index.lengths)
-    ]
+    lengths = enumerate(corpus.index.lengths.tolist())
+    return [(corpus.read(d, 0, n).tolist(), mask[bounds[d] : bounds[d + 1]].tolist()) for d, n in lengths]
 
 
 @pytest.fixture(scope="module")
@@ -157,13 +152,11 @@ def test_tokens_and_targets_are_those_of_megatrons_tokenizer(prompt_format, toke
     megatron = megatron_tokenizer(tokenizer, prompt_format)
     try:
         expected = [megatron.tokenize_conversation(part, True, False) for part in parts]
-    except (
-        AssertionError
-    ):  # identity of 0.17, and of main: it masks turns, whose tokens must not depend on the next
+    except AssertionError:
+        # identity of 0.17, and of main: it masks turns, whose tokens must not depend on the next
         assert prompt_format == "identity"
-        with pytest.raises(
-            WlbError, match="Megatron's tokenizer fails on it: AssertionError: expected turn tokens"
-        ):
+        says = "Megatron's tokenizer fails on it: AssertionError: expected turn tokens"
+        with pytest.raises(WlbError, match=says):
             made_of(jsonl, tokenizer, tmp_path / "k", prompt_format)
         return
     made = documents_of(made_of(jsonl, tokenizer, tmp_path / "k", prompt_format))
@@ -189,11 +182,14 @@ EIGHT = (
 )
 
 
-def test_the_worked_example_of_eight_tokens_in_the_docs(tmp_path):
+def test_the_worked_example_of_eight_tokens_in_the_docs_and_a_template_that_marks_answers(tmp_path):
     turns = [{**SYSTEM, "content": "kind"}, USER, {**ANSWER, "content": "yes no"}]
     ((tokens, mask),) = by_template(EIGHT, [turns], tmp_path, assistant_only=True)
     assert " ".join(VOCABULARY[token] for token in tokens) == "system kind user hello assistant yes no <eos>"
     assert mask == [0, 0, 0, 0, 0, 1, 1, 1]
+    turns = [USER, {**ANSWER, "content": "yes no"}]
+    ((tokens, mask),) = by_template(MARKED, [turns], tmp_path, assistant_only=True)
+    assert [VOCABULARY[token] for token, on in zip(tokens, mask, strict=True) if on] == ["yes", "no", "<eos>"]
 
 
 def test_an_end_token_trains_where_it_is_also_the_padding(tmp_path):
@@ -203,26 +199,16 @@ def test_an_end_token_trains_where_it_is_also_the_padding(tmp_path):
     assert len(ends) > 10 and all(ends)
 
 
-def test_a_template_that_marks_answers_trains_them_alone(tmp_path):
-    turns = [USER, {**ANSWER, "content": "yes no"}]
-    ((tokens, mask),) = by_template(MARKED, [turns], tmp_path, assistant_only=True)
-    assert [VOCABULARY[token] for token, on in zip(tokens, mask, strict=True) if on] == ["yes", "no", "<eos>"]
-
-
-TEMPLATES_REFUSED = {
-    "no template": (None, False, "has no chat template"),
-    "today's date": ("{{ strftime_now('%d') }}", False, "prints today's date"),
-    "no marks": (
-        TEMPLATE,
-        True,
-        "needs --sft-tokenizer-prompt-format default and a chat template that marks",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", TEMPLATES_REFUSED)
-def test_a_template_that_cannot_be_used_is_refused(case, tmp_path):
-    template, assistant_only, words = TEMPLATES_REFUSED[case]
+@pytest.mark.parametrize(
+    ("template", "assistant_only", "words"),
+    [
+        (None, False, "has no chat template"),
+        ("{{ strftime_now('%d') }}", False, "prints today's date"),
+        (TEMPLATE, True, "needs --sft-tokenizer-prompt-format default and a chat template that marks"),
+    ],
+    ids=["no template", "today's date", "no marks"],
+)
+def test_a_template_that_cannot_be_used_is_refused(template, assistant_only, words, tmp_path):
     with pytest.raises(WlbError, match=words):
         by_template(template, conversations(2), tmp_path, assistant_only=assistant_only)
 
@@ -246,16 +232,15 @@ def test_bad_lines_are_listed_with_file_and_number_or_skipped_and_counted(tokeni
         made_of(jsonl, tokenizer, tmp_path / "k")
 
 
-def test_texts_that_spell_a_special_token_are_counted_and_said(tokenizer, tmp_path):
+def test_texts_that_spell_a_special_token_are_counted_and_a_file_that_trains_nothing_is_refused(
+    tokenizer, tmp_path
+):
     from wlb_megatron.plugin.sft.indexed import described
 
     spelled = [{**USER, "content": "hello <eos>"}, ANSWER]
     jsonl = write_jsonl(tmp_path / "c.jsonl", [spelled, [USER, ANSWER]])
     indexed = made_of(jsonl, tokenizer, tmp_path, "default")
     assert indexed.counts.special_text == 1 and "in 1 the text of a turn spells" in described(indexed)
-
-
-def test_a_file_that_trains_nothing_is_refused(tokenizer, tmp_path):
     for text in (b"", b"\n\n", b"{\n"):
         (tmp_path / "c.jsonl").write_bytes(text)
         with pytest.raises(WlbError, match="trains nothing"):
@@ -279,9 +264,8 @@ def test_shards_processes_and_a_kill_leave_the_same_files(tokenizer, tmp_path):
         " processes=1, shard_bytes=100_000)"
     )
     cache = tmp_path / "killed"
-    with subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", script, str(jsonl), str(tokenizer), str(cache)]
-    ) as job:
+    command = [sys.executable, "-W", "ignore", "-c", script, str(jsonl), str(tokenizer), str(cache)]
+    with subprocess.Popen(command) as job:
         while not (done := list(cache.glob("wlb_sft/.*.partial/shard-*.json"))):
             assert job.poll() is None
             time.sleep(0.02)

@@ -27,6 +27,7 @@ from megatron_runs import (
     without_plugin,
 )
 from sft_data import build_tokenizer, conversation, megatron_tokenizer, write_jsonl
+from test_megatron_layouts import trained
 from test_sft_data import documents_of, made_of
 
 from scripts.environment import ROOT, cpu_environment
@@ -85,13 +86,10 @@ def oracle(tmp_path_factory):
         out = tmp_path_factory.mktemp("oracle")
         step = f"--global-batch-size {len(documents)} --train-iters 1"
         environment = {"ORACLE_JSONL": str(data), "ORACLE_DOCUMENTS": json.dumps(documents)}
-        done = forked_ranks.run(
-            [str(ROOT / "tests" / "megatron_sft_oracle.py")],
-            [*without_plugin([flag for flag in flags(job) if flag != "--sft"]), *step.split()],
-            1,
-            {**cpu_environment(), "WORKER_OUT": str(out), **environment},
-            timeout=120,
-        )
+        environment |= {**cpu_environment(), "WORKER_OUT": str(out)}
+        arguments = [*without_plugin([flag for flag in flags(job) if flag != "--sft"]), *step.split()]
+        worker = [str(ROOT / "tests" / "megatron_sft_oracle.py")]
+        done = forked_ranks.run(worker, arguments, 1, environment, timeout=120)
         assert done.returncode == 0, failure(done)
         return read_ranks(out, 1)
 
@@ -100,14 +98,7 @@ def oracle(tmp_path_factory):
 
 def trained_documents(ranks: list[dict[str, Any]]) -> tuple[int, ...]:
     """Documents of the first iteration, each of which trains whole."""
-    pieces = {
-        piece
-        for rank in ranks
-        if not any(rank["place"][axis] for axis in ("tp", "cp", "pp"))
-        for iteration, _, of_micro_batch, _ in rank["documents"]
-        for piece in of_micro_batch
-        if piece[1] >= 0 and iteration == 0
-    }  # each model chunk of a stage draws them
+    pieces = {piece for iteration, piece in trained(ranks) if iteration == 0}  # each model chunk draws them
     covered: dict[int, int] = {}
     for epoch, document, start, end in sorted(pieces):
         assert epoch == 0 and covered.get(document, 0) == start
@@ -179,10 +170,8 @@ def test_nodes_without_a_shared_folder_tokenize_each_and_one_with_other_tokens_i
     other.write_text(other.read_text().replace("yes", "no", 1))
     done = launch(arguments, 2, out=tmp_path / "other", WORKER_NODES=str(tmp_path))
     assert done.returncode != 0
-    assert re.search(
-        r"ranks would plan differently: 1 as rank . \(.*\); 1 as rank . \(.*\): .*--sft: a node's own jsonl",
-        failure(done),
-    )
+    ranks = r"1 as rank . \(.*\); 1 as rank . \(.*\)"
+    assert re.search(f"ranks would plan differently: {ranks}: .*--sft: a node's own jsonl", failure(done))
 
 
 def mask_of(data: Path, cache: Path) -> tuple[np.ndarray, list[int]]:
@@ -198,9 +187,8 @@ def test_equal_weights_divide_by_the_targets_that_windows_have_in_the_mean(
 ):
     """On two ranks, with documents that wait: the gradient is the sum over targets by that number."""
     job, cached = sft(tokenizer, conversations), f"--data-cache-path {tmp_path}"
-    ranks = train(
-        flags(job, cached, RUN, "--wlb-token-weights equal --wlb-max-delay 8"), 2, tmp_path / "ours"
-    )
+    arguments = flags(job, cached, RUN, "--wlb-token-weights equal --wlb-max-delay 8")
+    ranks = train(arguments, 2, tmp_path / "ours")
     documents = trained_documents(ranks)
     mask, lengths = mask_of(conversations, tmp_path)
     window = 64 * 6 * mask.sum() / sum(lengths)
@@ -210,9 +198,8 @@ def test_equal_weights_divide_by_the_targets_that_windows_have_in_the_mean(
     theirs, ours = whole_gradients(expected), whole_gradients(ranks)
     for name, gradient in theirs.items():
         scaled = gradient * targets / window
-        assert torch.linalg.norm(ours[name] - scaled) / torch.linalg.norm(scaled) < 0.01, (
-            name
-        )  # 6 windows, rounded
+        error = torch.linalg.norm(ours[name] - scaled) / torch.linalg.norm(scaled)
+        assert error < 0.01, name  # 6 windows, rounded
         direction = torch.nn.functional.cosine_similarity(ours[name].flatten(), gradient.flatten(), dim=0)
         assert direction > 1 - 1e-6, name
 
@@ -237,9 +224,8 @@ def test_further_predictions_count_on_a_rank_that_has_no_first_ones(tokenizer, o
     """CP2 of 64 tokens, of which 49 to 63 are targets: rank 1 holds 16 to 47. Token 47 predicts only 49 and 50."""
     data = jsonl_of([[(35, 12)]], tmp_path / "one.jsonl")
     job = f"{sft(tokenizer, data)} --mtp-num-layers 2"
-    ranks = train(
-        flags(job, RUN, "--global-batch-size 1 --wlb-sharding per-sequence", context=2), 2, tmp_path
-    )
+    arguments = flags(job, RUN, "--global-batch-size 1 --wlb-sharding per-sequence", context=2)
+    ranks = train(arguments, 2, tmp_path)
     assert [rank["losses"][0][1] for rank in ranks] == [15, 0]
     compare(ranks, oracle(job, data, (0,)))
 
@@ -250,10 +236,8 @@ def test_evaluation_and_the_log_count_targets(tokenizer, conversations, oracle, 
     log, out = tmp_path / "log.jsonl", tmp_path / "ours"
     job = sft(tokenizer, conversations).replace("--split 1,0,0", "")
     job = job.replace("--data-path", "--train-data-path")
-    evaluated = (
-        f"--valid-data-path {held_out} --eval-iters 1 --eval-interval 1 --full-validation --lr 0 --min-lr 0"
-    )
-    said = output_of(flags(job, evaluated, RUN, f"--wlb-log {log}"), 2, out=out)
+    evaluated = f"--valid-data-path {held_out} --eval-iters 1 --eval-interval 1 --full-validation"
+    said = output_of(flags(job, evaluated, RUN, f"--lr 0 --min-lr 0 --wlb-log {log}"), 2, out=out)
     held = [float(text) for text in re.findall(r"lm loss value: ([0-9.E+-]+)", said)]
     expected = oracle(sft(tokenizer, held_out), held_out, tuple(range(6)))
     total, count = (sum(column) for column in zip(*expected[0]["losses"], strict=True))
@@ -324,12 +308,9 @@ def test_epochs_end_the_run_and_a_resumed_run_is_the_same_to_the_last_bit(tokeni
     run = flags(sft(tokenizer, conversations), cached, "--global-batch-size 4 --wlb-train-epochs 2")
     said = output_of(run, 2, out=tmp_path / "whole")
     whole = read_ranks(tmp_path / "whole", 2)
-    trained = sorted(
-        piece for rank in whole for _, _, pieces, _ in rank["documents"] for piece in pieces if piece[1] >= 0
-    )
-    assert [(epoch, document) for epoch, document, _, _ in trained] == [
-        (epoch, document) for epoch in (0, 1) for document in range(len(TURNS))
-    ]
+    pieces = [piece for rank in whole for _, _, pieces, _ in rank["documents"] for piece in pieces]
+    passed = sorted(piece[:2] for piece in pieces if piece[1] >= 0)
+    assert passed == [(epoch, document) for epoch in (0, 1) for document in range(len(TURNS))]
     steps = len(logged_losses(said))
     assert f"take {steps} steps" in said
     run += f"--save {tmp_path}/saved --save-interval 2".split()

@@ -109,11 +109,8 @@ def run_with_stubs(
     SLURM_JOB_NODELIST=node[7-9] SLURM_JOB_NUM_NODES=3 SLURM_JOB_PARTITION=all SLURM_CPUS_ON_NODE=96
     SLURM_TASKS_PER_NODE=1(x3) HOME=/home/user TOLD={folder}"""
     environment = dict(setting.split("=", 1) for setting in job.split())
-    environment |= {
-        "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
-        "USABLE": "7 8 9",
-        **exported,
-    }
+    path = f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    environment |= {"PATH": path, "USABLE": "7 8 9", **exported}
     command = ["bash", str(script), *flags]
     done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
     assert not [line for line in done.stderr.splitlines() if line.startswith("/")], done.stderr  # of bash
@@ -231,11 +228,6 @@ def test_a_job_whose_folder_another_running_job_has_does_not_start(checkpoints, 
     assert (checkpoints / "job").read_text() == "40123\n"
 
 
-def test_fsdp_gets_the_connections_that_it_asks_for(checkpoints, tmp_path):
-    run_with_stubs(SCRIPT, tmp_path, 0, "50000", "--use-megatron-fsdp")
-    assert (tmp_path / "environment").read_text().split()[1:] == ["8", "96"]
-
-
 def test_a_job_signalled_three_times_before_it_has_saved_is_not_queued_again(checkpoints, tmp_path):
     asked, queued = tmp_path / "scontrol", []
     for start, saved in enumerate(["", "", "700", "", "", ""]):
@@ -249,10 +241,14 @@ def test_a_job_signalled_three_times_before_it_has_saved_is_not_queued_again(che
     assert "3 starts in a row without a new checkpoint: see why in" in log
 
 
-def test_a_release_checkpoint_counts_as_iteration_0(checkpoints, tmp_path):
+def test_a_release_checkpoint_counts_as_iteration_0_and_fsdp_gets_the_connections_that_it_asks_for(
+    checkpoints, tmp_path
+):
     (checkpoints / "latest_checkpointed_iteration.txt").write_text("release")
     _, log, _ = run_with_stubs(SCRIPT, tmp_path, 1, "")
     assert "from iteration 0," in log and "ended with status 1 at iteration 0 of" in log
+    run_with_stubs(SCRIPT, tmp_path, 0, "50000", "--use-megatron-fsdp")
+    assert (tmp_path / "environment").read_text().split()[1:] == ["8", "96"]
 
 
 STANDING_IN = """#!/usr/bin/env bash
@@ -330,18 +326,16 @@ def test_slurm_goes_on_after_a_requeue_and_in_a_new_job_after_a_full_disk(slurm,
     script = str(edited(tmp_path, corpus))
 
     def submit() -> tuple[str, Path]:
-        answer = ask(
-            ["sbatch", *sized, f"--output={tmp_path}/job-%j.log", f"--chdir={tmp_path}", script], environment
-        )
+        places = [f"--output={tmp_path}/job-%j.log", f"--chdir={tmp_path}"]
+        answer = ask(["sbatch", *sized, *places, script], environment)
         submitted = re.search(r"Submitted batch job (\d+)", answer)
         assert submitted, answer
         return submitted[1], tmp_path / f"job-{submitted[1]}.log"
 
     def wait(log: Path, text: str, seconds: float) -> None:
         try:
-            wait_for(
-                lambda: log.exists() and re.search(f"{text}|ended with status", log.read_text()), seconds
-            )
+            ends = f"{text}|ended with status"
+            wait_for(lambda: log.exists() and re.search(ends, log.read_text()), seconds)
         except TimeoutError as error:
             daemons = "".join(path.read_text()[-1500:] for path in sorted(tmp_path.glob("slurm*.log")))
             pytest.fail(f"{error}\n{log.read_text()[-6000:] if log.exists() else ''}\n{daemons}")
@@ -365,10 +359,8 @@ def test_slurm_goes_on_after_a_requeue_and_in_a_new_job_after_a_full_disk(slurm,
         if mounted:
             last = text.strip().splitlines()[-1]
             assert re.search(rf"ended with status (1|143) at iteration {stopped} of {STEPS};", last), last
-            assert (
-                f"wlb_megatron: error: cannot save a checkpoint in {checkpoints}: No space left on device"
-                in last
-            )
+            full = f"cannot save a checkpoint in {checkpoints}: No space left on device"
+            assert f"wlb_megatron: error: {full}" in last
             (checkpoints / "of_another_user").unlink()
             job, log = submit()
             wait(log, "ended with status", 150)
