@@ -49,17 +49,11 @@ def seen(mask, window, queries, keys):
 
 def as_packed(call, cu_q, cu_kv):
     """The same call of packed sequences."""
-    masks = {"no_mask": "padding", "causal": "padding_causal"}
-    masks["causal_bottom_right"] = "padding_causal_bottom_right"
-    names = {"bshd_bs2hd": "thd_t2hd", "bshd_bshd_bshd": "thd_thd_thd"}
+    layout = {"bshd_bs2hd": "thd_t2hd", "bshd_bshd_bshd": "thd_thd_thd"}[call["qkv_layout"]]
+    masks = {name: f"padding_{name}" for name in ("causal", "causal_bottom_right")} | {"no_mask": "padding"}
     assert "cu_seqlens_q_padded" not in call
-    return call | {
-        "o_format": "thd",
-        "qkv_layout": names[call["qkv_layout"]],
-        "attn_mask_type": masks[call["attn_mask_type"]],
-        "cu_seqlens_q_padded": cu_q,
-        "cu_seqlens_kv_padded": cu_kv,
-    }
+    packed = {"o_format": "thd", "qkv_layout": layout, "attn_mask_type": masks[call["attn_mask_type"]]}
+    return call | packed | {"cu_seqlens_q_padded": cu_q, "cu_seqlens_kv_padded": cu_kv}
 
 
 class Asked:
