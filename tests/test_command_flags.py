@@ -165,8 +165,15 @@ def test_every_flag_of_inspect_changes_its_plans_or_is_refused(reported, refused
 
 
 REPRODUCE = {
-    **{"lengths": "{}", "lengths-of": "64", "no-stretch": "", "iterations": "7", "seed": "7"},
-    **{"micro-batches-per-window": "2", "no-large-job": "", "kernel-table": "h200", "network-gbps": "0.016"},
+    "lengths": "{}",
+    "lengths-of": "64",
+    "no-stretch": "",
+    "iterations": "7",
+    "seed": "7",
+    "micro-batches-per-window": "2",
+    "no-large-job": "",
+    "kernel-table": "h200",
+    "network-gbps": "0.016",
     **{name: ANALYZE[name][0] for name in ANALYZE if name.replace("-", "_") in vars(reproduction.REPRODUCED)},
 }
 

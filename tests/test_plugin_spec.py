@@ -29,15 +29,14 @@ class Recurrent(MambaLayer):
         torch.nn.Module.__init__(self)
 
 
-def test_a_layer_that_carries_state_over_documents_is_named():
-    model = torch.nn.ModuleDict({"0": torch.nn.ModuleDict({"mixer": Recurrent()})})
-    with pytest.raises(Refused, match=r"0\.mixer is a Recurrent"):
-        prepare_model([model], WlbConfig())
-
-
-def test_an_attention_that_came_in_after_the_plugins_is_named():
-    model = torch.nn.ModuleDict({"0": torch.nn.ModuleDict({"attention": Foreign()})})
-    with pytest.raises(Refused, match=r"0\.attention was built with Identity"):
+@pytest.mark.parametrize(
+    ("name", "layer", "words"),
+    [("mixer", Recurrent, "is a Recurrent"), ("attention", Foreign, "was built with Identity")],
+    ids=["one that carries state over documents", "an attention that came in after the plugin's"],
+)
+def test_a_layer_that_would_not_isolate_documents_is_named(name, layer, words):
+    model = torch.nn.ModuleDict({"0": torch.nn.ModuleDict({name: layer()})})
+    with pytest.raises(Refused, match=rf"0\.{name} {words}"):
         prepare_model([model], WlbConfig())
 
 

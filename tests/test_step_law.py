@@ -72,10 +72,8 @@ def test_a_rank_may_get_these_numbers_of_micro_batches(law, windows, per_window,
 def test_more_micro_batches_are_not_looked_at_where_each_costs_more_than_the_bubble_it_saves():
     assert StepLaw(pp=4, per_micro_batch=10**6).worthwhile([4, 8, 16], 10**5) == [4]
     assert StepLaw(pp=4, per_micro_batch=10).worthwhile([4, 8, 16], 10**5) == [4, 8, 16]
-
-
-def test_a_few_percent_are_not_worth_giving_up_like_works_for():
-    """4 of 25,000 on 4 stages take 7 * 25,000, 8 of 12,500 take 11 * 12,500, and what each costs beside."""
+    # A few percent are not worth giving up like works for: 4 of 25,000 on 4 stages take 7 * 25,000,
+    # 8 of 12,500 take 11 * 12,500, and what each costs beside.
     law = StepLaw(pp=4, per_micro_batch=8000)
     assert law.estimate(8, 10**5) * 100 > law.estimate(4, 10**5) * 95 > law.estimate(8, 10**5) * 90
     assert law.worthwhile([4, 8], 10**5) == [4]

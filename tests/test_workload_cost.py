@@ -16,9 +16,10 @@ from wlb_megatron.workload.model import Model
 SEVEN_BILLION = Model(hidden=4096, ffn=11008, layers=1, heads=32, kv_heads=32).layer_parameters
 
 
-def test_work_is_linear_and_quadratic_and_whole():
+def test_work_is_linear_and_quadratic_and_whole_and_beyond_32_bits_exact_enough_and_positive():
     assert (CostModel(4.0).work([0, 4, 8]) == np.array([0, 8, 24]) * UNITS_PER_TOKEN).all()
     assert CostModel(4.0).work([4]).dtype == np.int64
+    assert CostModel(24576.0).work([2**20])[0] == (2**20 + 2**40 // 24576) * UNITS_PER_TOKEN + 683
 
 
 def test_two_short_documents_cost_about_half_of_one_as_long_as_both():
@@ -38,10 +39,6 @@ def test_four_hundred_tiny_documents_do_not_look_free():
 
 def test_attention_of_a_seven_billion_model_equals_the_rest_at_thirty_thousand_tokens():
     assert quadratic_at(4096, SEVEN_BILLION) == pytest.approx(29645, abs=1)
-
-
-def test_work_beyond_32_bits_is_exact_enough_and_positive():
-    assert CostModel(24576.0).work([2**20])[0] == (2**20 + 2**40 // 24576) * UNITS_PER_TOKEN + 683
 
 
 @pytest.mark.parametrize(("at", "document"), [(0.0, 0.0), (-1.0, 0.0), (float("nan"), 0.0), (1.0, -1.0)])
