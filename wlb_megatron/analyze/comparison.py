@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -234,18 +234,18 @@ def analyze(
     in_chunks, uncut = (replace(config, chunks=chunks) for chunks in ("on", "off"))
     with side_by_side((lengths, request)) as submit:
         runs = _Runs(lengths, job, lambda: tick("planning"), submit)
-        pairs = [pair for _, pair in variants(config, job)] if split else []
-        runs.begin(pairs, unless=(config, in_chunks, uncut))
+        settings = variants(config, job) if split else []
+        runs.begin(settings, unless=(config, in_chunks, uncut))
         after, before = runs.of(config), runs.of(plain)
         packer = after.planner.packer
         chunked, weights = isinstance(packer, ChunkPacker), job.weights_problem()
         runs.same(in_chunks if chunked else uncut, after)
-        runs.begin(pairs)
+        runs.begin(settings)
 
         def measured(run: Run) -> Measured:
             orders = () if run.shards is None else job.orders(run.plans[job.warm_up :])
-            settings = job.cost(run.config), job.model.layout, job.window, job.longest(run.config), orders
-            return measure(run.plans, run.shards, run.timed, *settings)
+            sizes = job.cost(run.config), job.model.layout, job.window, job.longest(run.config)
+            return measure(run.plans, run.shards, run.timed, *sizes, orders)
 
         searches = kind != "none" and weights is None and config.cp_mode == "fixed"
         first = outcome_of(job, before)
@@ -270,19 +270,20 @@ def analyze(
             runs=(before, after),
             recomputed=recomputed,
             searched=search(request, after, kind, submit, tick) if searches else None,
-            gains=_gains(config, job, runs, first)
-            if split
-            else (),  # last: until now they go on beside the rest
+            gains=_gains(settings, runs, first),  # after the search, beside which they go on
             trade=_trade(config, job, runs, first, after),
         )
     if analysis.searched is None:
         return analysis
-    settings = analysis.best
-    rival = first if settings.config == plain else settings.outcome
-    return replace(analysis, searched=ranked(analysis.searched, request, settings.config, rival))
+    gain = analysis.best
+    rival = first if gain.config == plain else gain.outcome
+    return replace(analysis, searched=ranked(analysis.searched, request, gain.config, rival))
 
 
-def variants(config: WlbConfig, job: Job) -> list[tuple[str, list[WlbConfig]]]:
+Variants = Sequence[tuple[str, Sequence[WlbConfig]]]
+
+
+def variants(config: WlbConfig, job: Job) -> Variants:
     """The settings of each part, together and alone, and other settings."""
     pairs = [(part.name, [part.together, part.alone]) for part in parts(config, job)]
     return [*pairs, *((name, [option]) for name, option in others(config, job))]
@@ -305,10 +306,10 @@ class _Runs:
         self._done: dict[WlbConfig, Run] = {}
         self._begun: dict[WlbConfig, Future[dict[WlbConfig, Outcome]]] = {}
 
-    def begin(self, pairs: Iterable[Sequence[WlbConfig]], unless: Sequence[WlbConfig] = ()) -> None:
+    def begin(self, settings: Variants, unless: Sequence[WlbConfig] = ()) -> None:
         """Begins those whose plans are not known here. unless: those that are to be planned here."""
         plans = {*self._planned, *map(_plans, unless)}
-        for pair in pairs:
+        for _, pair in settings:
             if todo := [one for one in pair if _plans(one) not in plans and one not in self._begun]:
                 self._begun |= dict.fromkeys(todo, self._submit(_outcomes, todo))
 
@@ -343,7 +344,7 @@ def _outcomes(shared: tuple[Lengths, Candidate], settings: list[WlbConfig]) -> d
     return {config: runs.outcome(config) for config in settings}
 
 
-def _gains(config: WlbConfig, job: Job, runs: _Runs, first: Outcome) -> tuple[Gain, ...]:
+def _gains(settings: Variants, runs: _Runs, first: Outcome) -> tuple[Gain, ...]:
     def gain(name: str, together: WlbConfig, *part: WlbConfig) -> Gain:
         outcome, before = runs.outcome(together), first.times
         by_token = before.ns_per_token / outcome.times.ns_per_token
@@ -359,7 +360,7 @@ def _gains(config: WlbConfig, job: Job, runs: _Runs, first: Outcome) -> tuple[Ga
         )
 
     gains = []
-    for name, pair in variants(config, job):
+    for name, pair in settings:
         # Whole documents may not fit a memory that chunks fit; what is asked for has been planned before this.
         with suppress(WlbError):
             gains.append(gain(name, *pair))
