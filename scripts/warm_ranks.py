@@ -204,9 +204,9 @@ def _import() -> None:
 
 def _train(job: dict[str, Any]) -> None:
     from wlb_megatron.plugin import pretrain_gpt
-    from wlb_megatron.plugin.logs import trace as log
+    from wlb_megatron.plugin.logs import trace as steps
 
-    trace: Any = log  # its function is replaced by a method
+    trace: Any = steps  # its function is replaced by a method
     spans = Spans(job["spans"], job["from"]) if "spans" in job else None
     usual = trace.after_iteration
     if spans is not None:

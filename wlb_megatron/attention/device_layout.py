@@ -169,7 +169,7 @@ def device_layout(layout: AttentionLayout, device: torch.device | str) -> Device
         None if one_call is None else _one_call(one_call, tokens, shipment)
         for one_call in (layout.window, layout.single)
     )
-    sent = DeviceLayout(
+    shipped_layout = DeviceLayout(
         tokens=tokens,
         positions=add(layout.positions),
         diagonals=_call(layout.diagonals, (bounds, bounds)),
@@ -183,7 +183,7 @@ def device_layout(layout: AttentionLayout, device: torch.device | str) -> Device
         cache=_cache(layout.cached, tokens, add),
     )
     shipment.send()
-    return sent
+    return shipped_layout
 
 
 def _one_call(one_call: WindowLayout, rows: int, shipment: Shipment) -> DeviceWindow:

@@ -162,13 +162,13 @@ class GpuMemory:
         fitting_tokens = max(0, fitting * layout.context // alignment * alignment)
         return min(fitting_tokens, chunk_capacity(self.window, None, alignment))
 
-    def longest_document(self, longest: int) -> int:
+    def longest_document(self, capacity: int) -> int:
         """Tokens of the longest document in chunks that fits beside all else of an iteration; 0 if none does. A
-        micro-batch has at most `longest` tokens."""
+        micro-batch has at most `capacity` tokens."""
         shape, layout = self.shape, self.layout
         share, fitting = layout.micro_batches * self.window, []
         for stage in ends(layout):
-            free = self.room - chunked_stage_bytes(shape, layout, stage, longest, share, 0)
+            free = self.room - chunked_stage_bytes(shape, layout, stage, capacity, share, 0)
             bytes_per_token = chunked_stage_bytes(shape, layout, stage, 0, 1, 1) - weight_bytes(
                 shape, layout, stage
             )

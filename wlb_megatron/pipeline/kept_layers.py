@@ -126,8 +126,10 @@ class _Stage:
         price = np.ones(len(self.filled))
         for turn in range(ROUNDS):
             slack, candidate = self._keep(self._worth(price if turn + 1 < ROUNDS else None), available)
-            kept = (self.chunks[item % number].recomputed - layers for item, layers in enumerate(candidate))
-            time = sum(map(self._time, range(len(candidate)), kept))
+            kept_counts = (
+                self.chunks[item % number].recomputed - layers for item, layers in enumerate(candidate)
+            )
+            time = sum(map(self._time, range(len(candidate)), kept_counts))
             if turn == 0 or time > saved:
                 recomputed, saved, peak = candidate, time, available - int(slack.min())
             # Only sums, products and quotients, which round alike on every processor.

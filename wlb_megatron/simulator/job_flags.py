@@ -55,10 +55,10 @@ def add_job(parser: argparse.ArgumentParser) -> None:
     add_flags(add, COUNT, [("num-layers-per-virtual-pipeline-stage", chunk_layers)])
     add_flags(add, SWITCH, [("recompute-activations", "the same as --recompute selective (default: off)")])
     add_recompute(parser)
-    looked = (
+    iterations_help = (
         f"iterations to simulate (default: {ITERATIONS}, fewer if those hold over {MOST_PLANNED:,} documents)"
     )
-    add("--iterations", type=whole(1), help=looked)
+    add("--iterations", type=whole(1), help=iterations_help)
     add(
         "--warm-up",
         type=whole(0),
@@ -109,10 +109,10 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         "model",
         "a known shape, or your own: give --hidden-size and --num-attention-heads; the rest defaults as in Megatron",
     ).add_argument
-    known = (
+    model_help = (
         "a known shape, or a model that people know; the other model flags override parts of it (default: 7B)"
     )
-    model("--model", choices=[*SHAPES, *PRESETS], help=known)
+    model("--model", choices=[*SHAPES, *PRESETS], help=model_help)
     counts = (
         ("num-layers", "layers of the model (default: the known shape's)"),
         ("hidden-size", "channels of a token (default: the known shape's)"),

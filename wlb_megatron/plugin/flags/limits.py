@@ -124,8 +124,8 @@ def document_memory(job: TrainingJob) -> Bound | None:
     if memory is None:
         return None
     shape, layout = memory.shape, memory.layout
-    longest = chunk_capacity(memory.window, job.config.max_tokens, job.alignment)
-    fitting_tokens = memory.longest_document(longest)
+    capacity = chunk_capacity(memory.window, job.config.max_tokens, job.alignment)
+    fitting_tokens = memory.longest_document(capacity)
     kib_per_token = keys_bytes(shape, layout) / layout.context / 1024
     return Bound(
         fitting_tokens, f"memory (keys and their gradients take {kib_per_token:,.1f} KiB a token of each GPU)"
