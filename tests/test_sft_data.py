@@ -30,7 +30,7 @@ from wlb_megatron.cli import main
 from wlb_megatron.documents.indexed import IndexedCorpus
 from wlb_megatron.errors import WlbError
 from wlb_megatron.sft.conversations import BadLine, Reading, conversations_of
-from wlb_megatron.sft.index_files import Tokenizing, lines_before, lines_of, shards_of
+from wlb_megatron.sft.index_files import IndexFolder, Tokenizing, lines_before, lines_of, shards_of
 
 USER, ANSWER, SYSTEM = (
     {"role": "user", "content": "hello"},
@@ -259,7 +259,7 @@ def test_shards_processes_and_a_kill_leave_the_same_files(tokenizer, tmp_path):
     assert files_of(parallel) == whole
     script = (
         "import sys; from pathlib import Path; from wlb_megatron.plugin.sft.indexed import index_all\n"
-        "from wlb_megatron.sft.index_files import Tokenizing\n"
+        "from wlb_megatron.sft.index_files import IndexFolder, Tokenizing\n"
         "index_all([Path(sys.argv[1])], Tokenizing(sys.argv[2], 'nemotron-nano-v2'), Path(sys.argv[3]), say=print,"
         " processes=1, shard_bytes=100_000)"
     )
@@ -312,6 +312,25 @@ def test_processes_at_once_make_the_same_files_one_of_them_where_there_are_locks
         process.join()
     assert made == [expected] * 3 and len(joined) == (1 if locks else 3)
     assert ("waits for a process that tokenizes c.jsonl" in capsys.readouterr().out) == locks
+
+
+def test_a_rank_waits_while_files_are_made_and_ends_with_a_line_if_nobody_makes_them(tmp_path, monkeypatch):
+    from wlb_megatron.plugin.sft import build
+
+    into, held_seconds = IndexFolder(tmp_path / "k", "c"), 1.0
+    monkeypatch.setattr(build, "PATIENCE", 0.2)
+    monkeypatch.setattr(build, "LOOK", 0.01)
+    into.partial.mkdir(parents=True)
+    lock = (into.partial / "lock").open("w")
+    build.fcntl.flock(lock, build.fcntl.LOCK_EX)
+    threading.Timer(held_seconds, lock.close).start()
+    start = time.monotonic()
+    with pytest.raises(WlbError, match=r"no process makes .* its own line says why"):
+        build.wait_for_files(into)
+    assert time.monotonic() - start > held_seconds
+    into.folder.mkdir(parents=True)
+    (into.folder / "index.json").write_text("{}", encoding="utf-8")
+    build.wait_for_files(into)
 
 
 def any_line(generator: random.Random, good: list[bytes], bad: list[bytes]) -> bytes:

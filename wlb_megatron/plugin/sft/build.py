@@ -40,6 +40,9 @@ MOST_PROCESSES = 64
 LISTED = 20
 """Bad lines that a message lists."""
 
+PATIENCE, LOOK = 120.0, 0.5
+"""Seconds for which a rank waits while no process makes the files, and between two looks."""
+
 MOST_BAD = 100
 """Bad lines that a shard lists; all are counted."""
 
@@ -180,6 +183,31 @@ def _locked(path: Path, waits: Callable[[], None]) -> Iterator[None]:
                 waits()
                 fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+def wait_for_files(into: IndexFolder) -> None:
+    """Waits for the process that makes the files. WlbError once none has had the lock for PATIENCE seconds."""
+    free_since = time.monotonic()
+    while not into.done:
+        if _is_locked(into.partial / "lock"):
+            free_since = time.monotonic()
+        elif time.monotonic() - free_since > PATIENCE:
+            raise WlbError(
+                f"no process makes {into.folder}: the first rank of this node has ended, and its own line says why"
+            )
+        time.sleep(LOOK)
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether a process has the lock, or may have it where the file system has no locks."""
+    try:
+        with path.open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False
 
 
 def _make_all(

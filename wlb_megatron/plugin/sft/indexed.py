@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.choose_chunks import settings_refused
 from wlb_megatron.plugin.flags.data_paths import prefixes_of, renamed
 from wlb_megatron.plugin.flags.training_job import TrainingJob
-from wlb_megatron.plugin.sft.build import Say, build, refused_lines
+from wlb_megatron.plugin.sft.build import Say, build, refused_lines, wait_for_files
 from wlb_megatron.plugin.sft.tokenizer import ConversationTokenizer
 from wlb_megatron.sft.index_files import SHARD_BYTES, Counts, IndexFolder, Tokenizing, index_folder, key_of
 
@@ -60,8 +59,7 @@ def index_all(
                 shard_bytes=shard_bytes,
                 say=say,
             )
-        while not files.done:  # by the first rank of this node; if that fails, its launcher ends this one
-            time.sleep(0.5)
+        wait_for_files(files)  # of the first rank of this node
         about = files.about()
         counts = Counts(**about["counts"])
         if counts.bad_lines and not tokenizing.skips_bad:
