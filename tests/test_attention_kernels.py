@@ -151,6 +151,19 @@ def test_the_check_of_kernels_accepts_what_is_right_and_calls_every_form(asked):
     }
 
 
+@pytest.mark.parametrize(("deterministic", "error"), [(True, WlbError), (False, torch.OutOfMemoryError)])
+def test_memory_that_runs_out_in_a_deterministic_backward_names_what_takes_it(
+    asked, monkeypatch, deterministic, error
+):
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("Tried to allocate 256.50 GiB.\nmore")
+
+    monkeypatch.setattr(asked.backend, "fused_attn_bwd", full)
+    with pytest.raises(error, match=r"allocate 256\.50 GiB") as raised:
+        alone(asked, padded([9, 1], 1), deterministic=deterministic)
+    assert ("--wlb-kernels fa4" in str(raised.value)) == deterministic
+
+
 def top_left(call):
     return call | {"attn_mask_type": call["attn_mask_type"].replace("_bottom_right", "")}
 

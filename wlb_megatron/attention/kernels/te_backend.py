@@ -97,13 +97,23 @@ class TransformerEngineKernels:
             stats = stats.transpose(1, 2).contiguous()
         inputs = q, k, v, out, dout, q.dtype, [stats, self._rng], _BACKEND
         formats = {"do_format": form.options["o_format"], "dqkv_layout": form.options["qkv_layout"]}
-        dq, dk, dv, *_ = fused_attn_bwd(
-            *(call.max_q, call.max_kv, *form.bounds, *inputs),
-            attn_scale=scale,
-            deterministic=self.deterministic,
-            **formats,
-            **form.options,
-        )
+        try:
+            dq, dk, dv, *_ = fused_attn_bwd(
+                *(call.max_q, call.max_kv, *form.bounds, *inputs),
+                attn_scale=scale,
+                deterministic=self.deterministic,
+                **formats,
+                **form.options,
+            )
+        except torch.OutOfMemoryError as error:
+            if not self.deterministic:
+                raise
+            # Hopper, cuDNN before 9.25: 16 heads and 32 sequences of up to 16K tokens take 256 GiB.
+            raise WlbError(
+                "cuDNN's deterministic backward takes 2 bytes for each head, each document and each pair of tokens of "
+                "the longest one: use flash-attn-4 (--wlb-kernels fa4), or drop --deterministic-mode and "
+                f"NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 ({str(error).splitlines()[0]})"
+            ) from None
         if not form.packed:
             dq, dk, dv = (x.flatten(0, 1) for x in (dq, dk, dv))
         # With this layout, dk and dv of the same dim are the two halves of one [t, 2, kv heads, dim] buffer.
