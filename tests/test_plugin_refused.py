@@ -124,7 +124,7 @@ WRONG: dict[str, str] = {
     "--data-path FOLDER/folder": "folder.bin is no file",
     "--data-path -1 CORPUS 2 CORPUS": "not be negative",
     "--data-path 0 CORPUS 0 CORPUS": "not be negative nor all 0",
-    "--data-path 1 CORPUS CORPUS": "cannot read index 1.idx",
+    "--data-path 1 CORPUS CORPUS": "cannot read index 1.idx: No such file or directory; give a weight before every",
 }
 """Flags after a good command line: words of the line to expect."""
 

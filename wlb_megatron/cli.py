@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import io
 import json
 import os
 import sys
@@ -111,6 +112,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_doctor(commands.add_parser("doctor", help="check what is installed here, and print what to fix"))
     arguments = list(sys.argv[1:] if argv is None else argv)
     args = argparse.Namespace()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # `analyze | tee` shows each part as it is known
     try:
         parser.parse_args(arguments, args, commands.choices)
         args.run(args)

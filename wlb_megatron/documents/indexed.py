@@ -120,9 +120,9 @@ def read_index(path: str | Path, *, trusted: bool = False) -> Index:
             header = stream.read(HEADER.size)
             size = stream.seek(0, 2)
     except OSError as error:
-        raise WlbError(
-            f"cannot read index {idx}: {error.strerror}; give the prefix of a .bin/.idx pair"
-        ) from None
+        weight = str(path).replace(".", "").isdigit()
+        cure = "a weight before every prefix, or none" if weight else "the prefix of a .bin/.idx pair"
+        raise WlbError(f"cannot read index {idx}: {error.strerror}; give {cure}") from None
     if header[:9] != MAGIC[: len(header)] or not header:
         raise WlbError(f"{idx} is not a Megatron index (bad header); {_REBUILD}")
     if len(header) < HEADER.size:

@@ -163,14 +163,18 @@ def _load(tokenizing: Tokenizing) -> Any:
         try:
             from megatron.training.tokenizer.sft_tokenizer import SFTTokenizer
         except ImportError as error:
+            if error.name == "megatron":
+                raise WlbError(f"Megatron tokenizes, and is not installed: {install('gpu')}") from None
             raise WlbError(f"this Megatron has no SFT tokenizer ({error}): use 0.17.1 or later") from None
     folder = Path(tokenizing.tokenizer)
-    if (folder.is_absolute() or tokenizing.tokenizer.startswith(".")) and not folder.is_dir():
-        raise WlbError(f"there is no folder {folder}: correct --tokenizer-model")
     try:
+        if not folder.is_dir() and not _cached(tokenizing.tokenizer):
+            raise WlbError(f"there is no folder {folder}: correct --tokenizer-model")
         return SFTTokenizer(tokenizing.tokenizer, tokenizing.prompt_format)
     except ImportError:
         raise WlbError(f"Megatron's SFT tokenizer needs transformers: {install('sft')}") from None
+    except WlbError:
+        raise
     except NotImplementedError:
         raise WlbError(
             f"this Megatron does not know the prompt format {tokenizing.prompt_format!r}: correct "
@@ -181,3 +185,15 @@ def _load(tokenizing: Tokenizing) -> Any:
         raise WlbError(
             f"cannot load the tokenizer {tokenizing.tokenizer}: {reason}; give a local folder"
         ) from None
+
+
+def _cached(name: str) -> bool:
+    """Whether a tokenizer of this name on Hugging Face's hub was downloaded before. The hub is not asked: each rank
+    would, and without a network each tries for half a minute."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return isinstance(try_to_load_from_cache(name, "tokenizer_config.json"), str)
+    except HFValidationError:  # no name that the hub could have
+        return False
