@@ -101,10 +101,10 @@ OF_LAUNCH_COMMANDS = """data-path data-args-path per-split-data-args-path split 
     train-data-path valid-data-path test-data-path micro-batch-size group-query-attention
     num-layers-per-virtual-pipeline-stage
     recompute-activations sequence-parallel hidden-dropout use-distributed-optimizer overlap-grad-reduce
-    overlap-param-gather untie-embeddings-and-output-weights train-iters train-samples multi-latent-attention
-    q-lora-rank kv-lora-rank qk-head-dim linear-num-key-heads linear-num-value-heads linear-key-head-dim
-    linear-value-head-dim linear-conv-kernel-dim qk-pos-emb-head-dim v-head-dim
-    moe-shared-expert-intermediate-size expert-imbalance moe-layer-freq"""
+    overlap-param-gather no-gradient-accumulation-fusion untie-embeddings-and-output-weights train-iters
+    train-samples multi-latent-attention q-lora-rank kv-lora-rank qk-head-dim linear-num-key-heads
+    linear-num-value-heads linear-key-head-dim linear-value-head-dim linear-conv-kernel-dim qk-pos-emb-head-dim
+    v-head-dim moe-shared-expert-intermediate-size expert-imbalance moe-layer-freq"""
 """See test_launch_command.py."""
 
 

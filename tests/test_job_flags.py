@@ -152,6 +152,14 @@ def test_memory_sets_lmax_and_chunks_as_in_training() -> None:
     assert job("--num-experts 8 --gpu-memory 8").memory(8) is None
 
 
+def test_latent_attention_and_unfused_gradients_reach_what_counts_memory() -> None:
+    """Keys of 128 + 64 channels and values of 128; 64 + 32 + 64 compressed ones."""
+    latent = "--hidden-size 1024 --num-attention-heads 8 --multi-latent-attention --q-lora-rank 64"
+    model = job(f"{latent} --no-gradient-accumulation-fusion").model
+    assert (model.shape.head_dim, model.shape.compressed, model.layout.fused) == (160, 160, False)
+    assert job().model.shape.compressed is None and job().model.layout.fused
+
+
 def test_ranks_that_share_experts_are_timed_in_one_order() -> None:
     def orders(flags: str) -> list[list[tuple[int, ...] | None]]:
         chosen = job(f"--dp 2 --iterations 4 --warm-up 0 {flags}")

@@ -188,6 +188,7 @@ ARRIVES = {
     "recompute_layers": ({"recompute_num_layers": 3}, 3),
     "recompute_block": ({"recompute_method": "block"}, True),
     "keep_keys": ({"wlb_regather_keys": True}, False),
+    "fused": ({"gradient_accumulation_fusion": False}, False),
     "reduce_overlaps": ({"overlap_grad_reduce": True}, True),
     "gather_overlaps": ({"overlap_param_gather": True}, True),
 }

@@ -165,6 +165,29 @@ def test_norms_of_queries_and_keys_keep_their_inputs():
     assert layer_bytes(replace(latent, qk_norm=True), FULL) == layer_bytes(latent, FULL)
 
 
+def test_compressed_queries_and_keys_are_kept_with_the_inputs_of_their_norms_and_whole_on_each_rank():
+    """Six channels in two bytes, of a token or of half as many; weights of 4 x 6 beside 76 that ranks share."""
+    latent, halved = replace(TINY, projections=100, compressed=6), replace(FULL, tensor=2, sequence=True)
+    for layout, tokens in ((FULL, 2), (halved, 1)):
+        assert layer_bytes(latent, layout) == layer_bytes(TINY, layout) + 6 * 2 * tokens
+    plain = replace(TINY, projections=100)
+    shared = weight_bytes(latent, halved, 0) - weight_bytes(plain, halved, 0)
+    assert shared == 4 * (24 - 24 // 2) * 18, "four layers, 18 bytes a parameter"
+    assert weight_bytes(latent, FULL, 0) == weight_bytes(plain, FULL, 0)
+
+
+def test_rows_that_experts_pass_on_are_at_work_where_layers_keep_less():
+    """Two experts of a token, 100 channels in two bytes: 400 bytes sent. 600 arrive, and twice as many once more while
+    outputs are sorted; of two ranks that gather their inputs, 200 + 300 + 2 x 600."""
+    shape = replace(TINY, hidden=100, ffn=1, experts=Experts(2, 1, chosen=2))
+    assert layer_bytes(shape, FULL) < busy_bytes(shape, FULL, "T") == 400 + 3 * 600
+    assert busy_bytes(shape, FULL, "*") == layer_bytes(shape, FULL, "*")
+    both, cut = replace(FULL, tensor=2, sequence=True), Experts(2, 1, tensor=2)
+    assert busy_bytes(replace(shape, experts=cut), both, "E") == 200 + 300 + 2 * 600
+    wide = replace(shape, experts=Experts(2, 900, chosen=2))
+    assert busy_bytes(wide, FULL, "T") == layer_bytes(wide, FULL), "gradients of as much"
+
+
 def test_recomputed_layers_with_experts_linger_with_input_and_gradient():
     """Megatron's dispatcher refers to their last forward. Blocks of three layers are recomputed, of two virtual stages
     those of both linger."""
@@ -412,6 +435,8 @@ MEMORY_ALONE = {
     "losses_in_forward": "the same work at another time; pipelines exclude FSDP",
     "tied": "the same matrices are multiplied",
     "qk_norm": "a small part of a layer's time outside attention",
+    "compressed": "its weights are among the projections",
+    "fused": "a profile measures either",
     "dropout": "refused in attention, and a mask of a byte elsewhere",
     "dtype_bytes": "kernel tables and rates are of bf16",
     "losses": "further depths are predicted as none",
@@ -442,5 +467,5 @@ def test_every_flag_of_planned_recomputation_reaches_what_a_stage_holds():
         other = stage_memory(TINY, replace(layout, **{name: value}), 1, [4])
         assert other != plain, name
     others = """pipeline data virtual group micro_batches distributed_optimizer fully_sharded reduce_overlaps
-    gather_overlaps recompute"""
+    gather_overlaps recompute fused"""
     assert {field.name for field in fields(layout)} == set(changed) | set(others.split())

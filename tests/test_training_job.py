@@ -15,7 +15,7 @@ from wlb_megatron.errors import WlbError
 from wlb_megatron.plugin.flags.limits import fullest_stage
 from wlb_megatron.plugin.flags.training_job import TrainingJob
 from wlb_megatron.workload.fit import fit
-from wlb_megatron.workload.model import DeltaNets, Experts, attention_parameters
+from wlb_megatron.workload.model import DeltaNets, Experts
 from wlb_megatron.workload.profile import FORMAT, ProfiledModel, write_profile
 
 MOE = {"num_experts": 8, "moe_ffn_hidden_size": 1024, "moe_router_topk": 2}
@@ -114,12 +114,17 @@ def test_latent_attention_has_the_weights_of_its_compressions():
     up, output 16 x 96 x 2048; a gated MLP of 5632."""
     weights = 2048 * 16 * 192 + 2048 * 576 + 512 * 16 * 224 + 16 * 96 * 2048 + 3 * 2048 * 5632
     assert training_job(**MLA).model.layer_parameters == weights
-    job = training_job(**MLA, tensor_model_parallel_size=4)
+    job = training_job(**MLA)
     assert job.memory is not None
     shape = fullest_stage(job, job.memory)
-    shared, compression = weights - 2048 * 576 - 3 * 2048 * 5632, 2048 * 576
-    by_ranks = 4 * (shared // 4 + compression)  # each rank has the whole compression
-    assert attention_parameters(shape) == by_ranks
+    assert (shape.projections, shape.compressed) == (weights - 3 * 2048 * 5632, 512 + 64)
+
+
+@pytest.mark.parametrize(("values", "counted"), [(128, 160), (96, 192)])
+def test_memory_counts_the_mean_of_keys_and_values_where_kernels_take_narrower_ones(values, counted):
+    """Keys of 192 channels. Values of 96 are padded."""
+    job = training_job(**MLA | {"v_head_dim": values})
+    assert job.memory is not None and fullest_stage(job, job.memory).head_dim == counted
 
 
 def test_the_square_of_a_length_is_the_work_of_the_layers_with_attention_alone():

@@ -105,9 +105,13 @@ def test_experts_replace_the_ffn_and_are_spread_over_ranks_of_their_own():
     dense = (2 * 192 + 512) // 2 + 40 + 2 * 8 * 8
     routed = 2 * 4 * (3 * 8 * 4 // 2)
     # 4 x 2 ranks a stage: 4 hold the same dense part, 2 the same experts.
-    assert weight_bytes(dataclasses.replace(SMALL, experts=experts), layout, 0) == dense * (
-        6 + 3
-    ) + routed * (6 + 6)
+    shape = dataclasses.replace(SMALL, experts=experts)
+    assert weight_bytes(shape, layout, 0) == dense * (6 + 3) + routed * (6 + 6)
+    # Unfused gradients in two bytes of one layer's first matrices, half of 4 of 8 x 2 x 4.
+    unfused = dataclasses.replace(layout, fused=False)
+    assert weight_bytes(shape, unfused, 0) - weight_bytes(shape, layout, 0) == 4 * 32 * 2
+    for other in (SMALL, dataclasses.replace(shape, layers="*-")):
+        assert weight_bytes(other, unfused, 0) == weight_bytes(other, layout, 0)
 
 
 def test_weights_that_do_not_fit_alone_are_told_with_the_figure_and_a_cure_that_can_help():

@@ -223,6 +223,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         ("untie-embeddings-and-output-weights", "the output layer has weights of its own"),
     ):
         add(f"--{flag}", **SWITCH, help=f"{what} (assumed without a launch command)")
+    add("--no-gradient-accumulation-fusion", **SWITCH, help="experts' gradients are made apart, for memory")
     dropped = "share of dropped activations (default: 0; of a launch command 0.1)"
     add("--hidden-dropout", type=real(0, 1), help=dropped)
     for flag, what in (("train-iters", "iterations"), ("train-samples", "windows")):
@@ -373,6 +374,7 @@ def _layout(args: argparse.Namespace) -> Layout:
         distributed_optimizer=no_launch or args.use_distributed_optimizer,
         reduce_overlaps=no_launch or args.overlap_grad_reduce,
         gather_overlaps=no_launch or args.overlap_param_gather,
+        fused=not args.no_gradient_accumulation_fusion,
     )
 
 
@@ -477,7 +479,6 @@ def read_shape(args: argparse.Namespace, profile: Profile | None = None) -> Mode
     if not heads:
         raise WlbError("--hidden-size needs --num-attention-heads; give both, or --model")
     ffn = int(4 * hidden * 2 / 3) // 64 * 64 if args.swiglu else 4 * hidden
-    latent = (args.qk_head_dim, args.qk_pos_emb_head_dim, args.v_head_dim)
     sizes = (args.linear_num_key_heads, args.linear_num_value_heads)
     dims = (args.linear_key_head_dim, args.linear_value_head_dim, args.linear_conv_kernel_dim)
     pattern = getattr(args, "hybrid_layer_pattern", None) or ""  # profile, of one layer, has no such flag
@@ -490,12 +491,19 @@ def read_shape(args: argparse.Namespace, profile: Profile | None = None) -> Mode
         ffn=ffn,
         vocab=base.vocab,
         gated=False,
-        projections=latent_parameters(hidden, heads, args.q_lora_rank or 0, args.kv_lora_rank, latent)
-        if args.multi_latent_attention
-        else None,
+        **_latent(args),
         delta_nets=DeltaNets(nets, *sizes, *dims) if nets else None,
     )
     return replace(plain, **flags_set)
+
+
+def _latent(args: argparse.Namespace) -> dict[str, Any]:
+    """What a Model knows of multi-latent attention."""
+    if not args.multi_latent_attention:
+        return {}
+    ranks, dims = (args.q_lora_rank or 0, args.kv_lora_rank), (args.qk_head_dim, args.qk_pos_emb_head_dim)
+    weights = latent_parameters(args.hidden_size, args.num_attention_heads, *ranks, (*dims, args.v_head_dim))
+    return {"projections": weights, "compressed": sum(ranks) + dims[1]}
 
 
 def _complete_experts(args: argparse.Namespace, profile: Profile) -> None:

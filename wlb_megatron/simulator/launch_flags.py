@@ -18,11 +18,11 @@ expert-tensor-parallel-size ffn-hidden-size fine-grained-activation-offloading g
 hidden-dropout hidden-size hybrid-layer-pattern kv-channels kv-lora-rank micro-batch-size moe-ffn-hidden-size
 moe-layer-freq moe-router-load-balancing-type moe-router-topk moe-shared-expert-intermediate-size mtp-num-layers
 linear-conv-kernel-dim linear-key-head-dim linear-num-key-heads linear-num-value-heads linear-value-head-dim
-multi-latent-attention num-attention-heads num-experts num-layers num-layers-per-virtual-pipeline-stage
-num-query-groups num-virtual-stages-per-pipeline-rank overlap-grad-reduce overlap-param-gather
-per-split-data-args-path pipeline-model-parallel-size q-lora-rank qk-head-dim qk-layernorm qk-pos-emb-head-dim
-recompute-activations recompute-granularity recompute-method recompute-num-layers seed seq-length sequence-parallel
-split swiglu tensor-model-parallel-size test-data-path train-data-path train-iters train-samples
+multi-latent-attention no-gradient-accumulation-fusion num-attention-heads num-experts num-layers
+num-layers-per-virtual-pipeline-stage num-query-groups num-virtual-stages-per-pipeline-rank overlap-grad-reduce
+overlap-param-gather per-split-data-args-path pipeline-model-parallel-size q-lora-rank qk-head-dim qk-layernorm
+qk-pos-emb-head-dim recompute-activations recompute-granularity recompute-method recompute-num-layers seed seq-length
+sequence-parallel split swiglu tensor-model-parallel-size test-data-path train-data-path train-iters train-samples
 untie-embeddings-and-output-weights use-distributed-optimizer use-megatron-fsdp use-torch-fsdp2 v-head-dim
 valid-data-path vocab-size
 """

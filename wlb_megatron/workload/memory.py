@@ -51,12 +51,14 @@ def weight_bytes(shape: Model, layout: Layout, stage: int) -> int:
     """Weights, their gradients in fp32, Adam's two states, and an fp32 copy of weights that are not.
 
     bf16: 2 + 4 + 12 bytes a parameter, the 12 spread over data x context ranks by the distributed optimizer, all 18
-    by FSDP. An expert's are spread over the ranks that hold a copy of it.
+    by FSDP. An expert's are spread over the ranks that hold a copy of it. Unfused, the gradients of all first matrices
+    of a layer's experts are made before they are added. Other matrices' come one by one, less than a backward's slack.
     """
     experts = shape.experts
     attention, dense, routed = _layer_counts(shape)
-    split = attention * attention_parameters(shape) + dense * ffn_parameters(shape, shape.ffn)
-    whole = (attention + dense + routed) * shape.hidden  # norms
+    compressions = attention * shape.hidden * (shape.compressed or 0)  # which each tensor-parallel rank has
+    split = attention * attention_parameters(shape) - compressions + dense * ffn_parameters(shape, shape.ffn)
+    whole = (attention + dense + routed) * shape.hidden + compressions  # norms
     if shape.delta_nets:
         nets = sum(symbols(shape.layers).count(symbol) for symbol in f"G{WHOLE_NET}")
         split += nets * shape.delta_nets.parameters(shape.hidden)
@@ -72,13 +74,15 @@ def weight_bytes(shape: Model, layout: Layout, stage: int) -> int:
         split += (shape.losses - 1) * 2 * shape.hidden**2
     whole += is_last(layout, stage) * shape.hidden
     copies = layout.data * layout.context
-    needed = _state_bytes(-(-split // layout.tensor) + whole, copies, shape, layout)
+    total = _state_bytes(-(-split // layout.tensor) + whole, copies, shape, layout)
     if experts is not None:
-        on_rank = routed * -(-experts.count // experts.parallel)
-        parameters = on_rank * -(-ffn_parameters(shape, experts.ffn) // experts.tensor)
+        on_rank = -(-experts.count // experts.parallel)
+        parameters = routed * on_rank * -(-ffn_parameters(shape, experts.ffn) // experts.tensor)
+        first = on_rank * -(-(1 + shape.gated) * shape.hidden * experts.ffn // experts.tensor)
         copies = max(1, copies * layout.tensor // (experts.parallel * experts.tensor))
-        needed += _state_bytes(parameters, copies, shape, layout)
-    return needed
+        total += _state_bytes(parameters, copies, shape, layout)
+        total += first * shape.dtype_bytes * (routed > 0 and not layout.fused)
+    return total
 
 
 def _layer_counts(shape: Model) -> tuple[int, int, int]:
@@ -281,6 +285,8 @@ def layer_bytes(shape: Model, layout: Layout, symbol: str = WHOLE) -> int:
     attention += kv_elements(shape, layout) * b + norm
     if shape.qk_norm and shape.projections is None:  # the inputs of the norms of queries and keys
         attention += heads * shape.head_dim * b + kv_elements(shape, layout) * b // 2
+    if shape.compressed is not None:  # the inputs of their norms, and the outputs
+        attention += 2 * spread_elements(shape.compressed, layout) * b
     feed_forward = ffn_bytes(shape, layout, symbol) + norm
     parts = {"*": attention, WHOLE: attention + feed_forward}
     if nets := shape.delta_nets:
@@ -290,11 +296,17 @@ def layer_bytes(shape: Model, layout: Layout, symbol: str = WHOLE) -> int:
 
 
 def busy_bytes(shape: Model, layout: Layout, symbol: str) -> int:
-    """What a layer holds for a token held while it runs, without gathered keys."""
-    layer = layer_bytes(shape, layout, symbol)
-    if shape.delta_nets is None or symbol not in ("G", WHOLE_NET):
+    """What a layer holds for a token held while it runs, without gathered keys. That is what it keeps (or gradients of
+    as much), or more of rows that experts pass on: Megatron refers to those that it sends and receives until their
+    outputs are sorted, which takes two more."""
+    layer, experts = layer_bytes(shape, layout, symbol), shape.experts
+    if shape.delta_nets is not None and symbol in ("G", WHOLE_NET):
+        layer += -(-shape.delta_nets.elements_at_work() // layout.tensor) * shape.dtype_bytes
+    if experts is None or symbol in "*-G":
         return layer
-    return layer + -(-shape.delta_nets.elements_at_work() // layout.tensor) * shape.dtype_bytes
+    row = experts.chosen * shape.hidden * shape.dtype_bytes
+    rows = 100 + (1 + 2 * experts.tensor) * experts.imbalance
+    return max(layer, -(-row * rows // (100 * layout.tensor)))
 
 
 def ffn_bytes(shape: Model, layout: Layout, symbol: str = WHOLE) -> int:

@@ -115,7 +115,9 @@ class Model:
     untie_embeddings_and_output_weights. dropout: hidden_dropout > 0. dtype_bytes: 2 with bf16 or fp16, else 4.
     losses: 1 + mtp_num_layers of each token; each has logits. experts: those of every layer; how many tokens they get
     is assumed.
-    projections: weights of a layer's attention where heads do not say them (multi-latent attention).
+    projections: weights of a layer's attention where heads do not say them (multi-latent attention). compressed:
+    channels to which that compresses a token, q_lora_rank + kv_lora_rank + qk_pos_emb_head_dim. Its head_dim is for
+    memory the mean of a key's and a value's channels.
     delta_nets: those of layers G and N.
     """
 
@@ -134,6 +136,7 @@ class Model:
     losses: int = 1
     experts: Experts | None = None
     projections: int | None = None
+    compressed: int | None = None
     delta_nets: DeltaNets | None = None
 
     def __post_init__(self) -> None:
@@ -167,8 +170,8 @@ class Layout:
     do not wait for their backward; so with FSDP of either kind, whatever it spreads (plugin/step/deferred_losses.py).
     recompute: recompute_granularity or "none"; "selective" counts core attention only. recompute_layers:
     recompute_num_layers or 1. recompute_block: recompute_method is "block". keep_keys: exchanged keys are saved for
-    backward (attention's option), or exchanged again. reduce_overlaps, gather_overlaps: overlap_grad_reduce,
-    overlap_param_gather.
+    backward (attention's option), or exchanged again. fused: gradient_accumulation_fusion. reduce_overlaps,
+    gather_overlaps: overlap_grad_reduce, overlap_param_gather.
     """
 
     tensor: int = 1
@@ -186,6 +189,7 @@ class Layout:
     recompute_layers: int = 1
     recompute_block: bool = False
     keep_keys: bool = True
+    fused: bool = True
     reduce_overlaps: bool = True
     gather_overlaps: bool = True
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from wlb_megatron.attention.kernels.kernel_choice import narrow_values
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.lengths import Bound
 from wlb_megatron.errors import WlbError
@@ -153,12 +154,9 @@ def adoptable_tokens(job: TrainingJob) -> int:
 
 def fullest_stage(job: TrainingJob, memory: MemoryFlags) -> Model:
     """The model of which a stage holds most layers, in workload.model's terms."""
-    model = job.model
-    projections = model.shape.projections  # those of all tensor-parallel ranks together
-    if projections is not None:
-        projections += (job.sizes.tensor - 1) * model.compressions
+    dim, values = job.model.shape.head_dim, job.model.value_dim
     return replace(
-        model.shape,
+        job.model.shape,
         layers=memory.stage_layers + memory.depths,  # type: ignore[operator]  # both are numbers, or symbols
-        projections=projections,
+        head_dim=(dim + values) // 2 if narrow_values(dim, values) else dim,  # others are padded
     )

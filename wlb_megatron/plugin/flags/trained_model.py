@@ -24,7 +24,6 @@ class TrainedModel:
             other layers have none (delta_nets).
         active_ffn: width of the MLP that a token passes, over all its experts.
         value_dim: channels of a value head.
-        compressions: weights of multi-latent attention that each tensor-parallel rank has whole, of a layer.
         positions: --max-position-embeddings.
         depths: further tokens that are predicted (--mtp-num-layers).
         vocabulary: rows of the embedding, None if only the tokenizer knows.
@@ -40,7 +39,6 @@ class TrainedModel:
     ffn: int
     active_ffn: int
     value_dim: int
-    compressions: int
     positions: int
     depths: int
     vocabulary: int | None
@@ -55,13 +53,13 @@ class TrainedModel:
         """args: Megatron's validated arguments."""
         heads, latent = args.num_attention_heads, getattr(args, "multi_latent_attention", False)
         head_dim = args.kv_channels or args.hidden_size // heads
-        value_dim, projections, compressions = head_dim, None, 0
+        value_dim, projections, compressed = head_dim, None, None
         if latent:
             dims = args.qk_head_dim, args.qk_pos_emb_head_dim, args.v_head_dim
             head_dim, value_dim = sum(dims[:2]), dims[2]
             ranks = args.q_lora_rank or 0, args.kv_lora_rank
             projections = latent_parameters(args.hidden_size, heads, *ranks, dims)
-            compressions = args.hidden_size * (sum(ranks) + dims[1])
+            compressed = sum(ranks) + dims[1]
         grouped = args.group_query_attention and not latent
         window, whole_layers = _windows(args)
         attention, dense, _ = layer_kinds(args)
@@ -85,6 +83,7 @@ class TrainedModel:
             losses=1 + depths,
             experts=experts,
             projections=projections,
+            compressed=compressed,
             delta_nets=_delta_nets(args),
         )
         return cls(
@@ -93,7 +92,6 @@ class TrainedModel:
             ffn=ffn,
             active_ffn=ffn if experts is None else _active_ffn(args, experts),
             value_dim=value_dim,
-            compressions=compressions,
             positions=args.max_position_embeddings,
             depths=depths,
             vocabulary=vocabulary,

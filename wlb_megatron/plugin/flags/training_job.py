@@ -221,6 +221,7 @@ def layout_of(args: Any, batches: BatchSizes, *, keep_keys: bool) -> Layout:
         recompute_layers=args.recompute_num_layers or 1,
         recompute_block=args.recompute_method == "block",
         keep_keys=keep_keys,
+        fused=bool(getattr(args, "gradient_accumulation_fusion", True)),
     )
     count, multiple = (
         batches.schedule.largest // (layout.data * batches.micro_batch_size),
