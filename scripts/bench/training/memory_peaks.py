@@ -64,6 +64,8 @@ WORKSPACES = 1 / 8
 """GiB of libraries, which estimates leave to the margin."""
 LIBRARIES = 3 / 32
 """GiB of them that an earlier job of the same process left, and that this one uses: its peak is the same with them."""
+GROUPED = 1 / 8
+"""GiB more of them with experts: four streams of grouped GEMMs, 32 MiB each."""
 FIRST_FAILURES = 6
 """If so many cases fail and none has run, the others are not tried."""
 
@@ -363,7 +365,8 @@ def row_of(report: dict[str, Any]) -> dict[str, Any]:
         }
     steps = report["steps"][1:] or report["steps"]
     fullest = max(steps, key=lambda step: step["allocated"])
-    remainder = max(0.0, round(report.get("before", 0) / GIB - LIBRARIES, 3))
+    libraries = LIBRARIES + GROUPED * (report["experts"] is not None)
+    remainder = max(0.0, round(report.get("before", 0) / GIB - libraries, 3))
     between, peak, reserved = (
         max(step[name] for step in steps) / GIB - remainder for name in ("between", "allocated", "reserved")
     )
