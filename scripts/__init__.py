@@ -1,1 +1,2 @@
-"""Setup, tests, the main job and checks of the project; benchmarks are in scripts/bench. Not installed."""
+"""Setup, tests, the main job and checks of the project; benchmarks are in scripts/bench, the paper's tables in
+scripts/reproduce. Not installed."""

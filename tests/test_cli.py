@@ -18,6 +18,7 @@ import pytest
 from test_documents_indexed import write_index
 
 import wlb_megatron
+from scripts.reproduce import __main__ as reproduction
 from wlb_megatron import cli
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.settings_flags import NOT_HERE
@@ -199,20 +200,26 @@ def bash_blocks(page: Path) -> list[str]:
     return [block.replace("\\\n", " ") for block in blocks]
 
 
+COMMANDS = r"^ *(?:wlb-megatron|python -m scripts\.reproduce) .*$"
+
+
 def documented_commands() -> list[str]:
-    """Every `wlb-megatron ...` line of the code blocks in the README and docs."""
+    """Every `wlb-megatron ...` and `python -m scripts.reproduce ...` line of the code blocks in the README and docs."""
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
     blocks = [block for page in pages for block in bash_blocks(page)]
-    return [line for block in blocks for line in re.findall(r"^ *wlb-megatron .*$", block, re.MULTILINE)]
+    return [line for block in blocks for line in re.findall(COMMANDS, block, re.MULTILINE)]
 
 
 @pytest.mark.parametrize("line", documented_commands())
 def test_a_command_of_the_documents_is_one_that_the_parser_takes(line, monkeypatch):
-    parse = cli._Parser.parse_args
+    parse = cli.CommandParser.parse_args
 
-    def without_running(self: cli._Parser, arguments: Any, args: argparse.Namespace, commands: Any) -> None:
+    def without_running(
+        self: cli.CommandParser, arguments: Any, args: argparse.Namespace, commands: Any
+    ) -> None:
         parse(self, arguments, args, commands)
         args.run = lambda args: None
 
-    monkeypatch.setattr(cli._Parser, "parse_args", without_running)
-    assert cli.main(shlex.split(line, comments=True)[1:]) == 0
+    monkeypatch.setattr(cli.CommandParser, "parse_args", without_running)
+    words = shlex.split(line, comments=True)
+    assert (cli.main(words[1:]) if words[0] == "wlb-megatron" else reproduction.main(words[3:])) == 0

@@ -26,8 +26,8 @@ from wlb_megatron.packing.packer import Packer
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.simulator.iteration import Simulated
 from wlb_megatron.simulator.job import Job
+from wlb_megatron.simulator.known_models import SHAPES
 from wlb_megatron.simulator.model import LayerModel
-from wlb_megatron.simulator.reproduction.paper import SHAPES
 from wlb_megatron.workload.assumptions import Assumptions
 from wlb_megatron.workload.cost_model import CostModel
 from wlb_megatron.workload.memory import memory_needed

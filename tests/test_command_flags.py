@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from scripts.reproduce import __main__ as reproduction
 from wlb_megatron.analyze.analyze_command import add_analyze
-from wlb_megatron.cli import _add_inspected_job, _Parser, main
+from wlb_megatron.cli import CommandParser, _add_inspected_job, main
 from wlb_megatron.errors import WlbError
 from wlb_megatron.settings_flags import NOT_HERE, add_layout, add_settings
-from wlb_megatron.simulator.reproduction import reproduce_command as reproduction
 
 pytestmark = pytest.mark.usefixtures("quick_thresholds")
 
@@ -191,12 +191,12 @@ def test_every_flag_of_reproduce_reaches_what_is_reproduced(tmp_path, monkeypatc
 
     monkeypatch.setattr(reproduction, "reproduce", stop)
     monkeypatch.setattr(reproduction, "_need", lambda _: None)
-    base = ["reproduce", "--out", str(tmp_path / "out")]
-    assert main(base) == 2
+    base = ["--out", str(tmp_path / "out")]
+    assert reproduction.main(base) == 2
     for flag, value in REPRODUCE.items():
         more = ["--no-stretch"] if flag == "lengths-of" else []
         arguments = [value.format(tmp_path / "lengths.npy")] if value else []
-        assert main([*base, f"--{flag}", *arguments, *more]) == 2
+        assert reproduction.main([*base, f"--{flag}", *arguments, *more]) == 2
     assert len(set(asked)) == len(REPRODUCE) + 1
 
 
@@ -204,7 +204,6 @@ JOBS = {
     "inspect": "--lengths 9,30,64 --window 64",
     "analyze": "--lengths 9,30,64 --window 64",
     "profile": "--out p.json",
-    "reproduce": "--out d",
 }
 TRAINING = "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 64 --global-batch-size 8"
 
@@ -250,7 +249,6 @@ analyze --step-overhead -1 => --step-overhead: '-1' is not a number from 0
 analyze --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size -1 => is not a whole number from 1
 profile --budget nan => --budget: 'nan' is not a number from 0
 profile --num-attention-heads 0 => --num-attention-heads: '0' is not a whole number
-reproduce --lengths-of 0 => --lengths-of: '0' is not a whole number from 1
 # sizes that do not fit each other
 inspect --max-tokens 17 --chunks off => wlb_megatron: error: --max-tokens of 17 is below 1.25 windows
 {} --max-tokens 65 --chunks off => set --max-tokens to 80 or more
@@ -297,7 +295,6 @@ inspect --model 7B --gpu-memory 80 --wlb-recompute off => changes nothing withou
 {} --balance-batches 2 => without --packing fixed-greedy or fixed-solver
 {} --release full --micro-batches-per-window 2 => changes nothing without --release balance
 analyze --moe-router-topk 2 => --moe-router-topk needs --num-experts
-reproduce --lengths-of 64 => seeded lengths
 # what cannot be trained
 analyze --num-experts 4 --moe-router-load-balancing-type aux_loss --cp-mode dynamic => a router's loss
 analyze --trace t.json --cp-mode dynamic => --trace supports only fixed groups
@@ -399,8 +396,8 @@ def test_the_help_of_every_flag_says_what_it_is_and_its_default(monkeypatch):
         parsers.update(commands.choices)
         raise WlbError("seen")
 
-    monkeypatch.setattr(_Parser, "parse_args", stop)
-    assert main([]) == 2
+    monkeypatch.setattr(CommandParser, "parse_args", stop)
+    assert main([]) == 2 == reproduction.main([])
     assert len(parsers) == 9
     for command, parser in parsers.items():
         for action in parser._actions:

@@ -60,6 +60,7 @@ def test_a_module_imports_only_what_its_part_may(path: Path) -> None:
         assert "megatron" not in names
     if where != "attention/kernels/te_backend.py" and part != "profiler":
         assert "transformer_engine" not in names
+    assert "scripts" not in names
     if where != "attention/kernels/fa4_backend.py":
         assert "flash_attn" not in names
 

@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
-from wlb_megatron.cli import main
+from scripts.reproduce import paper, tables
+from scripts.reproduce.__main__ import main
+from scripts.reproduce.page import Section, as_markdown
+from scripts.reproduce.sensitivity import summarize
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.varlen import thresholds
 from wlb_megatron.pipeline.schedule import pipeline_events
-from wlb_megatron.report.reproduction import Section, as_markdown
 from wlb_megatron.report.table import as_csv, write_csv
 from wlb_megatron.report.timeline import Drawn, _letters, chrome_trace, draw_timelines
-from wlb_megatron.simulator.reproduction import paper, reproduce
-from wlb_megatron.simulator.reproduction.sensitivity import summarize
 from wlb_megatron.whole_files import _is_stream, whole_file, whole_folder, write_whole
 
 
@@ -37,28 +37,28 @@ def out(tmp_path_factory):
         patch.setattr(paper, "BREAKDOWN_OF", paper.CONFIGURATIONS[1])
         patch.setattr(paper, "SHARDING_OF", paper.CONFIGURATIONS[1])
         patch.setattr(thresholds, "ITERATIONS", 4)  # finding them takes longest
-        patch.setattr(reproduce, "vary", lambda inputs, rows, tick, row: [summarize("as assumed", rows)])
+        patch.setattr(tables, "vary", lambda inputs, rows, tick, row: [summarize("as assumed", rows)])
         with contextlib.redirect_stderr(io.StringIO()) as errors:
-            assert main(["reproduce", "--iterations", "4", "--out", str(folder)]) == 0
+            assert main(["--iterations", "4", "--out", str(folder)]) == 0
     assert errors.getvalue().startswith("  1/"), "minutes without a word where no bar can be drawn"
     return folder
 
 
 STOPPED = """
 import sys
-from wlb_megatron.cli import main
+from scripts.reproduce import tables
+from scripts.reproduce.__main__ import main
 from wlb_megatron.packing.varlen import thresholds
-from wlb_megatron.simulator.reproduction import reproduce
 thresholds.ITERATIONS = 4
-compare, done = reproduce.compare_schemes, []
+compare, done = tables.compare_schemes, []
 def counted(inputs, setting):
     if done:
         print("one row", flush=True)
         sys.stdin.read()
     done.append(setting)
     return compare(inputs, setting)
-reproduce.compare_schemes = counted
-sys.exit(main(["reproduce", "--iterations", "4", "--no-large-job", "--out", sys.argv[1]]))
+tables.compare_schemes = counted
+sys.exit(main(["--iterations", "4", "--no-large-job", "--out", sys.argv[1]]))
 """
 
 
@@ -86,10 +86,10 @@ def test_a_reproduction_that_is_stopped_leaves_its_rows_and_goes_on_with_them(
     def stop(inputs: Any, setting: paper.Setting) -> Any:
         raise Enough(setting.name)
 
-    monkeypatch.setattr(reproduce, "compare_schemes", stop)
+    monkeypatch.setattr(tables, "compare_schemes", stop)
     for iterations, made in (("4", second), ("5", first)):
         with pytest.raises(Enough, match=made):
-            main(["reproduce", "--iterations", iterations, "--no-large-job", "--out", str(folder)])
+            main(["--iterations", iterations, "--no-large-job", "--out", str(folder)])
         said = "goes on with 1 rows" in capsys.readouterr().err
         assert said == (iterations == "4"), "other arguments begin anew"
 
@@ -134,6 +134,8 @@ def test_figures_agree_between_json_csv_and_markdown(out):
     [
         ([], "give --out DIR"),
         (["--out", "{}/x", "--iterations", "0"], "is not a whole number from 1"),
+        (["--out", "{}/x", "--lengths-of", "0"], "--lengths-of: '0' is not a whole number from 1"),
+        (["--out", "{}/x", "--lengths-of", "64"], "seeded lengths"),
         (["--out", "{}/x", "--lengths", "{}/none.npy"], "cannot read lengths"),
         (["--out", "{}/x", "--lengths", "4,12"], "times all documents"),
         (["--out", "{}/x", "--matmul-rate", "0"], "--matmul-rate must be positive"),
@@ -142,7 +144,7 @@ def test_figures_agree_between_json_csv_and_markdown(out):
 )
 def test_bad_input_is_one_line_and_leaves_nothing(flags, message, tmp_path, capsys):
     (tmp_path / "file").write_text("[]")
-    assert main(["reproduce", *(flag.format(tmp_path) for flag in flags)]) == 2
+    assert main([*(flag.format(tmp_path) for flag in flags)]) == 2
     printed = capsys.readouterr().err
     assert message in printed and printed.count("\n") == 1
     assert [p.name for p in tmp_path.iterdir()] == ["file"]

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from scripts.reproduce.compare import rescale
 from wlb_megatron.sharding.predict import predict
 from wlb_megatron.sharding.select import shard
 from wlb_megatron.simulator.iteration import group_events, simulate
-from wlb_megatron.simulator.lengths import long_tailed, rescale
+from wlb_megatron.simulator.lengths import long_tailed
 from wlb_megatron.simulator.model import LayerModel
 from wlb_megatron.workload.assumptions import Assumptions
 from wlb_megatron.workload.cost_model import LAUNCH_NS

@@ -6,16 +6,17 @@ import numpy as np
 import pytest
 from plan_checks import validate
 
+from scripts.reproduce import paper
+from scripts.reproduce.__main__ import REPRODUCED
+from scripts.reproduce.compare import SCHEMES, Inputs, SettingRuns, lockstep
+from scripts.reproduce.paper import CONFIGURATIONS, Setting
+from scripts.reproduce.schemes import plan_run, shard_run
+from scripts.reproduce.sensitivity import slowness_of_the_paper
 from wlb_megatron.cli import main
-from wlb_megatron.simulator.iteration import simulate
+from wlb_megatron.simulator.iteration import perfectly_balanced, simulate
+from wlb_megatron.simulator.known_models import SHAPES
 from wlb_megatron.simulator.lengths import long_tailed
 from wlb_megatron.simulator.model import LayerModel
-from wlb_megatron.simulator.reproduction import paper
-from wlb_megatron.simulator.reproduction.paper import CONFIGURATIONS, SHAPES, Setting
-from wlb_megatron.simulator.reproduction.reproduce_command import REPRODUCED
-from wlb_megatron.simulator.reproduction.schemes import perfectly_balanced, plan_run, shard_run
-from wlb_megatron.simulator.reproduction.sensitivity import slowness_of_the_paper
-from wlb_megatron.simulator.run import SCHEMES, Inputs, SettingRuns, lockstep
 from wlb_megatron.workload.cost_model import CostModel
 
 SETTING: Setting = CONFIGURATIONS[1]  # 550M-128K, CP=4
@@ -126,9 +127,13 @@ def test_analyze_tells_both_ways_and_writes_a_trace(tmp_path, capsys):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["figures.json", "step.json"]
     assert main(_simulate()) == 0
     assert "3 iterations, mean / most" in capsys.readouterr().out
-    assert main(["simulate", "--model", "550M"]) == 2
-    printed = capsys.readouterr().err
-    assert "wlb-megatron analyze --no-split --search none" in printed and printed.count("\n") == 1
+    for command, instead in (
+        ("simulate", "wlb-megatron analyze --no-split --search none"),
+        ("reproduce", "python -m scripts.reproduce"),
+    ):
+        assert main([command, "--model", "550M"]) == 2
+        printed = capsys.readouterr().err
+        assert instead in printed and printed.count("\n") == 1
 
 
 @pytest.mark.parametrize(

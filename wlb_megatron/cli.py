@@ -45,12 +45,17 @@ from wlb_megatron.simulator.job import Job
 from wlb_megatron.simulator.job_flags import add_job, add_model, add_recompute, read_job
 from wlb_megatron.simulator.known_models import PRESETS
 from wlb_megatron.simulator.launch_flags import launch_parser, notes_of, read_launch
-from wlb_megatron.simulator.reproduction.reproduce_command import add_reproduce
 from wlb_megatron.whole_files import write_whole
 from wlb_megatron.workload.model import Layout
 
+MOVED = {
+    "simulate": "simulate is part of analyze now: wlb-megatron analyze --no-split --search none, with the same flags",
+    "reproduce": "reproduce has moved: run python -m scripts.reproduce from a clone, with the same flags",
+}
+"""Commands of earlier releases."""
 
-class _Parser(argparse.ArgumentParser):
+
+class CommandParser(argparse.ArgumentParser):
     def parse_args(  # type: ignore[override]
         self,
         arguments: Sequence[str],
@@ -59,10 +64,8 @@ class _Parser(argparse.ArgumentParser):
     ) -> None:
         """Fill in args. What follows -- is a launch command of training; flags before it count more, a known model's
         less. UsageError for flags that the command does not take."""
-        if arguments[:1] == ["simulate"]:
-            raise UsageError(
-                "simulate is part of analyze now: wlb-megatron analyze --no-split --search none, with the same flags"
-            )
+        if arguments and arguments[0] in MOVED.keys() - commands.keys():
+            raise UsageError(MOVED[arguments[0]])
         own_arguments = list(arguments[: arguments.index("--")] if "--" in arguments else arguments)
         _, unknown = self.parse_known_args(own_arguments, args)
         command = commands[args.command]
@@ -90,8 +93,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0; 2 with one line on stderr for what the user can fix; 130 after Ctrl-C."""
-    parser = _Parser(
+    """Returns the exit code, as `run` does."""
+    parser = CommandParser(
         prog="wlb-megatron",
         description="Plan, predict and check workload-balanced packing for Megatron-LM. Only `profile` needs a GPU.",
     )
@@ -99,29 +102,39 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(
         dest="command",
         required=True,
-        metavar="inspect | analyze | reproduce | profile | watch | corpus | sft-index | patch | doctor",
+        metavar="inspect | analyze | profile | watch | corpus | sft-index | patch | doctor",
     )
     _add_inspect(commands.add_parser("inspect", help="show the plans of documents of given lengths"))
     _add_analyze(commands.add_parser("analyze", help="predict what balancing gains on your documents"))
-    add_reproduce(commands.add_parser("reproduce", help="simulate the WLB-LLM paper's tables"))
     add_profile(commands.add_parser("profile", help="measure a model's costs on this GPU"))
     add_watch(commands.add_parser("watch", help="show a run from its --wlb-log, on a terminal or as a page"))
     add_corpus(commands.add_parser("corpus", help="make a corpus of text files, to try training"))
     add_sft_index(commands.add_parser("sft-index", help="tokenize conversations for --sft"))
     add_patch(commands.add_parser("patch", help="add the plugin's calls to a fork of Megatron-LM"))
     add_doctor(commands.add_parser("doctor", help="check what is installed here, and print what to fix"))
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    return run(parser, commands.choices, sys.argv[1:] if argv is None else argv)
+
+
+def run(
+    parser: CommandParser, commands: Mapping[str, argparse.ArgumentParser], arguments: Sequence[str]
+) -> int:
+    """Returns the exit code: 0; 2 with one line on stderr for what the user can fix; 130 after Ctrl-C.
+
+    Args:
+        parser: It takes a command, and `commands` the flags of each.
+        arguments: The command and its flags.
+    """
     args = argparse.Namespace()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # `analyze | tee` shows each part as it is known
     try:
-        parser.parse_args(arguments, args, commands.choices)
+        parser.parse_args(arguments, args, commands)
         args.run(args)
         if sys.stdout is not None:
             sys.stdout.flush()  # else what cannot be written is met at exit, where nobody handles it
     except WlbError as error:
         message = name_flag(str(error), args)
-        asis = isinstance(error, UsageError) or arguments[:1] in (["patch"], ["doctor"], ["watch"])
+        asis = isinstance(error, UsageError) or getattr(args, "command", "") in ("patch", "doctor", "watch")
         message = message if asis else renamed(message)
         print(f"{PREFIX} {message}", file=sys.stderr)
         return 2

@@ -25,9 +25,8 @@ from wlb_megatron.packing.factory import arrival_order
 from wlb_megatron.packing.varlen.varlen_packer import VarlenPacker
 from wlb_megatron.pipeline.kept_layers import recomputed_array
 from wlb_megatron.sharding.select import shard_all
-from wlb_megatron.simulator.iteration import Simulated, simulate
+from wlb_megatron.simulator.iteration import Simulated, perfectly_balanced, simulate
 from wlb_megatron.simulator.job import Job, Run
-from wlb_megatron.simulator.reproduction.schemes import perfectly_balanced
 
 NOISE = 0.01
 """Settings are recommended over arrival order, and other settings over the user's, only if they gain more than this

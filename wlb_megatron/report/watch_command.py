@@ -11,7 +11,6 @@ from pathlib import Path
 from statistics import median
 
 from wlb_megatron.bounds import whole
-from wlb_megatron.report.reproduction import Section
 from wlb_megatron.report.run_log import RunLog, share, summary
 from wlb_megatron.report.table import print_table
 from wlb_megatron.whole_files import write_whole
@@ -68,9 +67,8 @@ _STYLE = """
 :root { color-scheme: light dark; }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 2em auto; padding: 0 1em; }
 table { border-collapse: collapse; margin: .5em 0 1.5em; display: block; overflow-x: auto; }
-th, td { padding: .25em .8em; border-bottom: 1px solid #8885; text-align: left; }
+td { padding: .25em .8em; border-bottom: 1px solid #8885; text-align: left; }
 td.number { text-align: right; font-variant-numeric: tabular-nums; }
-th { border-bottom: 2px solid #888; }
 figure { margin: 0 0 1em; }
 figcaption { font-size: 13px; }
 figure.chart { display: inline-block; width: 49%; min-width: 340px; }
@@ -86,16 +84,15 @@ def page(log: RunLog, reload: int | None = None) -> str:
     reload: seconds after which a browser reads the page again; None for never.
     """
     title, trained_share = escape(f"The run of {log.path.name}"), share(log)
-    table = Section(
-        "Now", ("", ""), [list(row) for row in summary(log)], "Medians of the last 100 iterations."
-    )
+    rows = "\n".join("<tr>" + "".join(map(_cell, row)) + "</tr>" for row in summary(log))
     parts = [
         '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f'<meta http-equiv="refresh" content="{reload}">' if reload else "",
         f"<title>{title}</title><style>{_STYLE}</style></head><body>",
         f"<h1>{title}</h1><p>{len(log.rows):,} iterations in the log</p>",
-        _section(table),
+        '<h2>Now</h2><p class="note">Medians of the last 100 iterations.</p>',
+        f"<table><tbody>\n{rows}\n</tbody></table>",
         ""
         if trained_share is None
         else f'<progress value="{trained_share:.4f}" max="1">{trained_share:.1%}</progress>',
@@ -126,14 +123,6 @@ CHARTS = {
     "slowest rank": {"over the median": "slowest_excess"},
 }
 """Of a page: figures of the log by title and name."""
-
-
-def _section(section: Section) -> str:
-    head = "".join(f"<th>{escape(name)}</th>" for name in section.header)
-    body = "\n".join("<tr>" + "".join(map(_cell, row)) + "</tr>" for row in section.rows)
-    note = f'<p class="note">{escape(section.note)}</p>' if section.note else ""
-    table = f"<table><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table>"
-    return f"<h2>{escape(section.title)}</h2>{note}{table}"
 
 
 def _cell(text: str) -> str:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from wlb_megatron.pipeline.orders import backward_turns, waits_of
 from wlb_megatron.pipeline.schedule import Event, Launches, pipeline_ends, pipeline_events
+from wlb_megatron.plan import IterationPlan
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.simulator.model import LayerModel, Times
 
@@ -123,6 +124,44 @@ def by_count(counts: Sequence[int], several: Callable[[list[int]], Simulated]) -
         np.concatenate([part.paced for part in parts])[back],
         np.concatenate([part.pipeline for part in parts])[back],
     )
+
+
+def perfectly_balanced(
+    plans: Sequence[IterationPlan], model: LayerModel, recomputed: Recomputed | None = None
+) -> Simulated:
+    """A bound: the documents of these plans, with their work spread evenly over all micro-batches and context ranks.
+
+    Each iteration keeps its documents and its number of micro-batches. Each document takes the rate of a whole one on
+    one rank, with one kernel call per direction and no exchange of keys. recomputed: layers of each micro-batch, see
+    simulate.
+    """
+    layout = model.layout
+    grids = [[one for row in plan.micro_batches for one in row] for plan in plans]
+    lengths = [
+        np.array([piece.end - piece.start for one in grid for piece in one.pieces], dtype=np.int64)
+        for grid in grids
+    ]
+    tokens = np.array([one.sum() // len(grid) for one, grid in zip(lengths, grids, strict=True)])
+    prefixes = [
+        np.array([piece.prefix for one in grid for piece in one.pieces], dtype=np.int64) for grid in grids
+    ]
+    diagonal = model.table.diagonal_ns
+    attention = np.array(
+        [
+            float((diagonal(before + one) - np.where(before > 0, diagonal(before), 0.0)).sum())
+            for before, one in zip(prefixes, lengths, strict=True)
+        ]
+    )
+    attention = attention / [len(grid) for grid in grids] / layout.context + model.table.call
+
+    def several(places: list[int]) -> Simulated:
+        shape = len(places), len(plans[places[0]].micro_batches), layout.data
+        each = np.broadcast_to(attention[places, None, None, None], (*shape, layout.context))
+        rank_tokens = np.broadcast_to(tokens[places, None, None], shape)
+        repeats = None if recomputed is None else np.stack([recomputed[place] for place in places])
+        return run_steps(rank_tokens, model.attention_ways(each), model, blocking=True, recomputed=repeats)
+
+    return by_count([len(plan.micro_batches) for plan in plans], several)
 
 
 def group_events(

@@ -15,13 +15,11 @@ from wlb_megatron.errors import WlbError, explain_bad_values
 from wlb_megatron.packing.chunk_limits import Trainer
 from wlb_megatron.refusals import unsupported
 from wlb_megatron.settings_flags import add_pipeline
-from wlb_megatron.simulator.calibration import profiled_shape
+from wlb_megatron.simulator.calibration import add_assumptions, profiled_shape, read_assumptions
 from wlb_megatron.simulator.divisible import check_divisible
 from wlb_megatron.simulator.job import Job, RunLength
-from wlb_megatron.simulator.known_models import PRESETS
+from wlb_megatron.simulator.known_models import PRESETS, SHAPES
 from wlb_megatron.simulator.model import LayerModel
-from wlb_megatron.simulator.reproduction.paper import SHAPES
-from wlb_megatron.simulator.reproduction.reproduce_command import add_assumptions, read_assumptions
 from wlb_megatron.workload.assumptions import Assumptions
 from wlb_megatron.workload.cost_model import latent_parameters
 from wlb_megatron.workload.model import RECOMPUTE, DeltaNets, Experts, Layout, Model

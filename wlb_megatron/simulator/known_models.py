@@ -1,6 +1,17 @@
-"""Models that people know, in Megatron's flags, from their published configurations."""
+"""Shapes of models by name, and models that people know, in Megatron's flags."""
 
 from __future__ import annotations
+
+from wlb_megatron.workload.model import Model
+
+SHAPES = {
+    "550M": Model(layers=24, hidden=1024, heads=16, kv_heads=8, ffn=2816),
+    "7B": Model(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=11008),
+    "30B": Model(layers=48, hidden=7168, heads=56, kv_heads=8, ffn=19200),
+    "70B": Model(layers=80, hidden=8192, heads=64, kv_heads=8, ffn=28672),
+    "405B": Model(layers=126, hidden=16384, heads=128, kv_heads=8, ffn=53248),
+}
+"""LLaMA-like, of the sizes in WLB-LLM's paper, which does not give them: all with 8 key-value heads as Llama 3."""
 
 _COMMON = "--normalization RMSNorm --swiglu --untie-embeddings-and-output-weights"
 
@@ -36,5 +47,5 @@ PRESETS = {
     "mixtral-8x7b": f"{_dense(32, 4096, 14336, 32, 32000)} {_experts(8, 2, 14336)}",
     "mixtral-8x22b": f"{_dense(56, 6144, 16384, 48, 32768)} {_experts(8, 2, 16384)}",
 }
-"""DeepSeek-V3's first three layers are as wide as what a token passes of the others, so that they take the same time.
-Its multi-token prediction is left out."""
+"""From published configurations. DeepSeek-V3's first three layers are as wide as what a token passes of the others, so
+that they take the same time. Its multi-token prediction is left out."""

@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
+from scripts.reproduce import paper
+from scripts.reproduce.compare import OURS, PAPER, PLAIN, Inputs, SettingRuns, compare_schemes, means
+from scripts.reproduce.sensitivity import vary
 from wlb_megatron import __version__
-from wlb_megatron.simulator.reproduction import paper
-from wlb_megatron.simulator.reproduction.sensitivity import vary
-from wlb_megatron.simulator.run import OURS, PAPER, PLAIN, Inputs, SettingRuns, compare_schemes, means
 from wlb_megatron.whole_files import write_whole
 
 LARGE_JOB_ITERATIONS = 100

@@ -1,4 +1,4 @@
-"""`wlb-megatron reproduce`: its flags, progress and files."""
+"""The command that simulates the paper's tables: its flags, progress and files."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ import argparse
 import json
 import platform
 import sys
-from dataclasses import fields
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from scripts.reproduce.compare import Inputs
+from scripts.reproduce.page import as_page, draw, sections, speedup_rows
+from scripts.reproduce.paper import CONFIGURATIONS, LARGE_JOB, K
+from scripts.reproduce.tables import Finished, parts, reproduce
 from wlb_megatron import __version__
-from wlb_megatron.bounds import SEED, TOKENS, real, whole
+from wlb_megatron.bounds import SEED, TOKENS, whole
+from wlb_megatron.cli import CommandParser, run
 from wlb_megatron.documents.lengths import read_lengths
 from wlb_megatron.errors import WlbError, explain_bad_values
 from wlb_megatron.packing.foresee import too_small
 from wlb_megatron.packing.packer import read_per_window
 from wlb_megatron.report.progress import progress
 from wlb_megatron.report.table import as_csv, print_table
-from wlb_megatron.simulator.calibration import calibrated
-from wlb_megatron.simulator.reproduction.paper import CONFIGURATIONS, LARGE_JOB, K
-from wlb_megatron.simulator.reproduction.reproduce import Finished, parts, reproduce
-from wlb_megatron.simulator.run import Inputs
+from wlb_megatron.simulator.calibration import add_assumptions, read_assumptions
 from wlb_megatron.whole_files import whole_folder
 from wlb_megatron.workload.assumptions import Assumptions
-from wlb_megatron.workload.kernel_table import KernelTable, builtin, builtin_names
-from wlb_megatron.workload.profile import Profile, read_profile
 
 REPRODUCED = Assumptions(tp_exposed=0.0, host_launch=0.0)
 """With tensor parallelism's communication hidden, the imbalance of 7B-128K's micro-batches is about the paper's. Of its
@@ -38,61 +38,12 @@ UNFINISHED = "unfinished.json"
 """Rows of a run that has not ended yet, or was stopped. A rerun with the same arguments goes on with them."""
 
 
-def add_assumptions(parser: argparse.ArgumentParser, defaults: Assumptions) -> None:
-    """One flag for each figure, and the kernel table."""
-    group = parser.add_argument_group(
-        "assumptions",
-        "figures of the cluster that are assumed, not measured; with --profile some are measured",
-    )
-    for assumption in fields(Assumptions):
-        kind = whole(1) if assumption.name == "node" else real(0)
-        value = getattr(defaults, assumption.name)
-        group.add_argument(
-            f"--{assumption.name.replace('_', '-')}",
-            type=kind,
-            default=None if assumption.name == "network_rate" else value,  # --network-gbps may say it
-            help=f"{assumption.metadata['help']} (default: {value:g})",
-        )
-    parser.add_argument(
-        "--network-gbps",
-        type=real(0),
-        help=f"the same as --network-rate in Gbit/s (default: {defaults.network_rate * 8e-9:g})",
-    )
-    parser.add_argument(
-        "--kernel-table",
-        metavar="NAME|PATH",
-        help=f"attention times: a built-in table ({', '.join(builtin_names())}), or a JSON file of another GPU's "
-        "(default: h100)",
-    )
-    parser.add_argument(
-        *("--wlb-profile", "--profile"),
-        dest="profile",
-        metavar="PATH",
-        help="file of wlb-megatron profile; what it measured replaces the kernel table and the assumptions about it "
-        "(default: none)",
-    )
-
-
-def read_assumptions(args: argparse.Namespace) -> tuple[Assumptions, KernelTable, Profile | None]:
-    """Figures as the flags say, attention of a kernel table, and the profile that they are of, if one is given."""
-    with explain_bad_values():
-        rates = {field.name: getattr(args, field.name) for field in fields(Assumptions)}
-        if args.network_gbps is not None:
-            if args.network_rate is not None:
-                raise WlbError("--network-gbps and --network-rate say the same: give one")
-            if not args.network_gbps:
-                raise WlbError("--network-gbps 0 is no rate: give the Gbit/s of a GPU's network card")
-            rates["network_rate"] = args.network_gbps * 1e9 / 8
-        figures = Assumptions(**{name: rate for name, rate in rates.items() if rate is not None})
-        if args.profile is not None:
-            if args.kernel_table is not None:
-                raise WlbError("--profile brings its own kernel table: drop --kernel-table")
-            profile = read_profile(args.profile)
-            return calibrated(figures, profile), profile.costs.table, profile
-        source = args.kernel_table or "h100"
-        if source not in builtin_names() and not Path(source).exists():
-            raise WlbError(f"no kernel table {source}: give {', '.join(builtin_names())} or a JSON file")
-        return figures, builtin(source) if source in builtin_names() else KernelTable.from_json(source), None
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code, as wlb-megatron's commands do."""
+    parser = CommandParser()
+    commands = parser.add_subparsers(dest="command")
+    add_reproduce(commands.add_parser("reproduce", prog="python -m scripts.reproduce"))
+    return run(parser, commands.choices, ["reproduce", *(sys.argv[1:] if argv is None else argv)])
 
 
 def add_reproduce(parser: argparse.ArgumentParser) -> None:
@@ -193,8 +144,6 @@ def _refuse_idle(args: argparse.Namespace) -> None:
 
 
 def _write(report: dict[str, Any], folder: Path) -> None:
-    from wlb_megatron.report.reproduction import as_page, draw, speedup_rows
-
     draw(report, folder)
     texts = {
         "reproduction.json": json.dumps(report, indent=1) + "\n",
@@ -206,8 +155,6 @@ def _write(report: dict[str, Any], folder: Path) -> None:
 
 
 def _show(report: dict[str, Any]) -> None:
-    from wlb_megatron.report.reproduction import sections
-
     for title, header, rows, note in sections(report):
         print_table(title, header, rows)
         if note:
@@ -219,3 +166,7 @@ def _need(module: str) -> None:
         __import__(module)
     except ImportError:
         raise WlbError(f"pictures need {module}: pip install {module}") from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -7,9 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import islice
 
-import numpy as np
-import numpy.typing as npt
-
+from scripts.reproduce.paper import Setting
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.blocks import Lengths
 from wlb_megatron.documents.corpus import Rules
@@ -26,12 +24,9 @@ from wlb_megatron.sharding.cut import cut_plans
 from wlb_megatron.sharding.predict import predict_all
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.sharding.select import shard_all
-from wlb_megatron.simulator.iteration import Recomputed, Shards, Simulated, by_count, run_steps
+from wlb_megatron.simulator.iteration import Shards
 from wlb_megatron.simulator.model import LayerModel
-from wlb_megatron.simulator.reproduction.paper import Setting
 from wlb_megatron.workload.cost_model import CostModel
-
-IntArray = npt.NDArray[np.int64]
 
 QUEUES = {1: (1 / 2,), 2: (3 / 8, 11 / 16), 3: (3 / 8, 11 / 16, 7 / 8)}
 """Thresholds of WLB-LLM's outlier queues, as shares of the window. The paper does not give them; this rule is ours."""
@@ -127,41 +122,3 @@ def shard_run(plans: Sequence[IterationPlan], sharding: str, model: LayerModel) 
 def _faster(first: list[ShardPlan], second: list[ShardPlan], model: LayerModel) -> list[ShardPlan]:
     times = [predict_all(plans, model.table).max(axis=1).tolist() for plans in (first, second)]
     return [a if x <= y else b for a, b, x, y in zip(first, second, *times, strict=True)]
-
-
-def perfectly_balanced(
-    plans: Sequence[IterationPlan], model: LayerModel, recomputed: Recomputed | None = None
-) -> Simulated:
-    """A bound: the documents of these plans, with their work spread evenly over all micro-batches and context ranks.
-
-    Each iteration keeps its documents and its number of micro-batches. Each document takes the rate of a whole one on
-    one rank, with one kernel call per direction and no exchange of keys. recomputed: layers of each micro-batch, see
-    simulate.
-    """
-    layout = model.layout
-    grids = [[one for row in plan.micro_batches for one in row] for plan in plans]
-    lengths = [
-        np.array([piece.end - piece.start for one in grid for piece in one.pieces], dtype=np.int64)
-        for grid in grids
-    ]
-    tokens = np.array([one.sum() // len(grid) for one, grid in zip(lengths, grids, strict=True)])
-    prefixes = [
-        np.array([piece.prefix for one in grid for piece in one.pieces], dtype=np.int64) for grid in grids
-    ]
-    diagonal = model.table.diagonal_ns
-    attention = np.array(
-        [
-            float((diagonal(before + one) - np.where(before > 0, diagonal(before), 0.0)).sum())
-            for before, one in zip(prefixes, lengths, strict=True)
-        ]
-    )
-    attention = attention / [len(grid) for grid in grids] / layout.context + model.table.call
-
-    def several(places: list[int]) -> Simulated:
-        shape = len(places), len(plans[places[0]].micro_batches), layout.data
-        each = np.broadcast_to(attention[places, None, None, None], (*shape, layout.context))
-        rank_tokens = np.broadcast_to(tokens[places, None, None], shape)
-        repeats = None if recomputed is None else np.stack([recomputed[place] for place in places])
-        return run_steps(rank_tokens, model.attention_ways(each), model, blocking=True, recomputed=repeats)
-
-    return by_count([len(plan.micro_batches) for plan in plans], several)

@@ -9,16 +9,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from scripts.reproduce import paper
+from scripts.reproduce.paper import Setting
+from scripts.reproduce.schemes import plan_run, shard_run
 from wlb_megatron.documents.blocks import Lengths
 from wlb_megatron.pipeline.orders import grouped_orders, in_flight
 from wlb_megatron.plan import IterationPlan
 from wlb_megatron.sharding.cut import orders_of
-from wlb_megatron.simulator.iteration import Shards, Simulated, simulate
-from wlb_megatron.simulator.lengths import long_tailed, rescale
+from wlb_megatron.simulator.iteration import Shards, Simulated, perfectly_balanced, simulate
+from wlb_megatron.simulator.known_models import SHAPES
+from wlb_megatron.simulator.lengths import long_tailed
 from wlb_megatron.simulator.model import LayerModel
-from wlb_megatron.simulator.reproduction import paper
-from wlb_megatron.simulator.reproduction.paper import Setting
-from wlb_megatron.simulator.reproduction.schemes import perfectly_balanced, plan_run, shard_run
 from wlb_megatron.workload.assumptions import Assumptions
 from wlb_megatron.workload.cost_model import UNITS_PER_TOKEN
 from wlb_megatron.workload.kernel_table import KernelTable, h100
@@ -74,7 +75,7 @@ class SettingRuns:
 
     def __post_init__(self) -> None:
         self.model = LayerModel(
-            shape=paper.SHAPES[self.setting.model],
+            shape=SHAPES[self.setting.model],
             layout=self.setting.layout,
             assumptions=self.inputs.assumptions,
             measured=self.inputs.measured,
@@ -189,6 +190,11 @@ def lockstep(simulated: Simulated, stages: int) -> float:
     """
     took = sum((len(times) + stages - 1) * float(times.max()) for times in simulated.micro_batches)
     return took / float(simulated.tokens.sum())
+
+
+def rescale(lengths: Lengths, window: int, of: int) -> IntArray:
+    """Lengths of a corpus for a window of `of` tokens, stretched to another window: [8, 3] of 8 to 4 are [4, 2]."""
+    return np.maximum(np.rint(lengths * (window / of)), 1).astype(np.int64)
 
 
 def means(rows: list[dict[str, Any]], key: str = "speedup") -> dict[str, dict[str, float]]:

@@ -5,18 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from wlb_megatron.workload.model import Layout, Model
+from wlb_megatron.workload.model import Layout
 
 K = 1024
-
-SHAPES = {
-    "550M": Model(layers=24, hidden=1024, heads=16, kv_heads=8, ffn=2816),
-    "7B": Model(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=11008),
-    "30B": Model(layers=48, hidden=7168, heads=56, kv_heads=8, ffn=19200),
-    "70B": Model(layers=80, hidden=8192, heads=64, kv_heads=8, ffn=28672),
-    "405B": Model(layers=126, hidden=16384, heads=128, kv_heads=8, ffn=53248),
-}
-"""LLaMA-like, as the paper says, but not given by it: these are ours, all with 8 key-value heads as Llama 3."""
 
 
 class Setting(NamedTuple):

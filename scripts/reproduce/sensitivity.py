@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from wlb_megatron.simulator.reproduction import paper
-from wlb_megatron.simulator.run import OURS, PAPER, PLAIN, Inputs, SettingRuns, compare_schemes, means
+from scripts.reproduce import paper
+from scripts.reproduce.compare import OURS, PAPER, PLAIN, Inputs, SettingRuns, compare_schemes, means
 from wlb_megatron.workload.kernel_table import KernelTable
 
 UNEVEN_ITERATIONS = 1000
