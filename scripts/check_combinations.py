@@ -36,7 +36,7 @@ import megatron_runs as runs  # noqa: E402
 from megatron_combinations import CPU, GPU, Combination  # noqa: E402
 from torch.cuda import device_count  # noqa: E402
 
-from wlb_megatron.report.table import write_csv  # noqa: E402
+from scripts.csv_files import write_csv  # noqa: E402
 
 Run = list[dict[str, Any]] | str
 """What each rank saw, or why the run failed."""

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 
 from wlb_megatron.config import WlbConfig
+from wlb_megatron.documents.lengths import long_tailed
 from wlb_megatron.packing.factory import make_packer
 from wlb_megatron.packing.packer import PackingJob
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.varlen.outlier_queues import Item
 from wlb_megatron.plan import IterationPlan, Piece
 from wlb_megatron.registry import PACKERS
-from wlb_megatron.simulator.lengths import long_tailed
 from wlb_megatron.workload.cost_model import UNITS_PER_TOKEN, CostModel
 
 COST = CostModel(quadratic_at=8.0, per_document=0.5)

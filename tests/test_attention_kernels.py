@@ -30,12 +30,12 @@ from wlb_megatron.attention.kernels import graph_buckets
 from wlb_megatron.attention.kernels.before_training import TOLERATED, warm_up, worst_error
 from wlb_megatron.attention.kernels.graph_buckets import Equal, bucket, repeated
 from wlb_megatron.attention.sharded_attention import LayerSettings, sharded_attention
+from wlb_megatron.documents.lengths import long_tailed
 from wlb_megatron.errors import WlbError
 from wlb_megatron.sharding.alignment import padding
 from wlb_megatron.sharding.attention_calls import attention_layout
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.sharding.select import shard
-from wlb_megatron.simulator.lengths import long_tailed
 
 
 def seen(mask, window, queries, keys):

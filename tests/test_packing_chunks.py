@@ -27,6 +27,7 @@ from test_packing_plans import WINDOW, document_lengths, sizes
 
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.corpus import Rules
+from wlb_megatron.documents.lengths import long_tailed
 from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.chunk_packer import ChunkPacker
@@ -40,7 +41,6 @@ from wlb_megatron.packing.varlen.varlen_packer import VarlenPacker
 from wlb_megatron.pipeline.orders import documents_in_chunks, grouped_orders, groups, in_flight
 from wlb_megatron.pipeline.step_law import FACTORS, StepLaw, most_held
 from wlb_megatron.plan import IterationPlan, MicroBatch, Piece
-from wlb_megatron.simulator.lengths import long_tailed
 from wlb_megatron.workload.cost_model import UNITS_PER_TOKEN, CostModel
 
 WINDOW_OF_LAW = 32_768

@@ -13,16 +13,16 @@ from typing import Any
 
 import pytest
 
+from scripts.csv_files import as_csv, write_csv
 from scripts.reproduce import paper, tables
-from scripts.reproduce.__main__ import main
+from scripts.reproduce.__main__ import main, whole_folder
 from scripts.reproduce.page import Section, as_markdown
 from scripts.reproduce.sensitivity import summarize
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.varlen import thresholds
 from wlb_megatron.pipeline.schedule import pipeline_events
-from wlb_megatron.report.table import as_csv, write_csv
 from wlb_megatron.report.timeline import Drawn, _letters, chrome_trace, draw_timelines
-from wlb_megatron.whole_files import _is_stream, whole_file, whole_folder, write_whole
+from wlb_megatron.whole_files import _is_stream, whole_file, write_whole
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def out(tmp_path_factory):
 STOPPED = """
 import sys
 from scripts.reproduce import tables
-from scripts.reproduce.__main__ import main
+from scripts.reproduce.__main__ import main, whole_folder
 from wlb_megatron.packing.varlen import thresholds
 thresholds.ITERATIONS = 4
 compare, done = tables.compare_schemes, []

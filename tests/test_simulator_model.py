@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scripts.reproduce.compare import rescale
+from scripts.reproduce.compare import micro_batch_count, rescale
+from wlb_megatron.documents.lengths import long_tailed
 from wlb_megatron.sharding.predict import predict
 from wlb_megatron.sharding.select import shard
 from wlb_megatron.simulator.iteration import group_events, simulate
-from wlb_megatron.simulator.lengths import long_tailed
 from wlb_megatron.simulator.model import LayerModel
 from wlb_megatron.workload.assumptions import Assumptions
 from wlb_megatron.workload.cost_model import LAUNCH_NS
@@ -233,7 +233,7 @@ def test_iterations_of_different_numbers_of_micro_batches_are_as_each_alone_and_
     assert together.tokens.tolist() == [int(one.tokens[0]) for one in alone]
     assert together.busy.tolist() == [one.busy[0].tolist() for one in alone]
     assert [times.shape for times in together.micro_batches] == [(count, 2) for count in counts]
-    assert together.micro_batch_count == pytest.approx(np.mean(counts))
+    assert micro_batch_count(together) == pytest.approx(np.mean(counts))
     over_ideal = np.mean([one.steps[0] / one.busy.mean() for one in alone])
     assert together.step_over_ideal == pytest.approx(over_ideal)
 

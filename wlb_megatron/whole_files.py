@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -58,20 +57,3 @@ def write_whole(path: Path, text: str, flag: str) -> None:
     """Text as UTF-8, see `whole_file`."""
     with whole_file(path, flag) as scratch:
         scratch.write_text(text, encoding="utf-8")
-
-
-@contextmanager
-def whole_folder(out: Path) -> Iterator[Path]:
-    """A folder to write into, which becomes `out` at the end, file by file where that is there already; nothing is left
-    of it after an error."""
-    scratch = out.with_name(f".{out.name}.{of_this_process()}.partial")
-    try:
-        scratch.mkdir(parents=True)
-        yield scratch
-        out.mkdir(parents=True, exist_ok=True)
-        for path in sorted(scratch.iterdir()):
-            path.replace(out / path.name)
-    except OSError as error:
-        raise WlbError(f"cannot write to {out}: {error.strerror}; give another --out") from None
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)

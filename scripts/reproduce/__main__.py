@@ -5,13 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from scripts.csv_files import as_csv
 from scripts.reproduce.compare import Inputs
 from scripts.reproduce.page import as_page, draw, sections, speedup_rows
 from scripts.reproduce.paper import CONFIGURATIONS, LARGE_JOB, K
@@ -24,9 +27,9 @@ from wlb_megatron.errors import WlbError, explain_bad_values
 from wlb_megatron.packing.foresee import too_small
 from wlb_megatron.packing.packer import read_per_window
 from wlb_megatron.report.progress import progress
-from wlb_megatron.report.table import as_csv, print_table
+from wlb_megatron.report.table import print_table
 from wlb_megatron.simulator.calibration import add_assumptions, read_assumptions
-from wlb_megatron.whole_files import whole_folder
+from wlb_megatron.whole_files import of_this_process
 from wlb_megatron.workload.assumptions import Assumptions
 
 REPRODUCED = Assumptions(tp_exposed=0.0, host_launch=0.0)
@@ -159,6 +162,23 @@ def _show(report: dict[str, Any]) -> None:
         print_table(title, header, rows)
         if note:
             print(note + "\n")
+
+
+@contextmanager
+def whole_folder(out: Path) -> Iterator[Path]:
+    """A folder to write into, which becomes `out` at the end, file by file where that is there already; nothing is left
+    of it after an error."""
+    scratch = out.with_name(f".{out.name}.{of_this_process()}.partial")
+    try:
+        scratch.mkdir(parents=True)
+        yield scratch
+        out.mkdir(parents=True, exist_ok=True)
+        for path in sorted(scratch.iterdir()):
+            path.replace(out / path.name)
+    except OSError as error:
+        raise WlbError(f"cannot write to {out}: {error.strerror}; give another --out") from None
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _need(module: str) -> None:

@@ -13,12 +13,12 @@ from scripts.reproduce import paper
 from scripts.reproduce.paper import Setting
 from scripts.reproduce.schemes import plan_run, shard_run
 from wlb_megatron.documents.blocks import Lengths
+from wlb_megatron.documents.lengths import long_tailed
 from wlb_megatron.pipeline.orders import grouped_orders, in_flight
 from wlb_megatron.plan import IterationPlan
 from wlb_megatron.sharding.cut import orders_of
 from wlb_megatron.simulator.iteration import Shards, Simulated, perfectly_balanced, simulate
 from wlb_megatron.simulator.known_models import SHAPES
-from wlb_megatron.simulator.lengths import long_tailed
 from wlb_megatron.simulator.model import LayerModel
 from wlb_megatron.workload.assumptions import Assumptions
 from wlb_megatron.workload.cost_model import UNITS_PER_TOKEN
@@ -151,7 +151,7 @@ def compare_schemes(inputs: Inputs, setting: Setting) -> dict[str, Any]:
             "ns_per_token": simulated.ns_per_token,
             "imbalance": simulated.imbalance,
             "step_over_ideal": simulated.step_over_ideal,
-            "micro_batches": simulated.micro_batch_count,
+            "micro_batches": micro_batch_count(simulated),
             **held(run.planned(packing), setting),
             "equal_work_speedup": speedup * run.work_per_token(packing) / run.work_per_token("original"),
             "lockstep_speedup": lockstep(run.simulated("original", "per-sequence"), setting.layout.pipeline)
@@ -181,6 +181,11 @@ def held(plans: Sequence[IterationPlan], setting: Setting) -> dict[str, float]:
             orders = grouped_orders(layout.pipeline, sizes or (1,) * len(tokens), layout.virtual)
             peak_sum = max(peak_sum, in_flight(orders[:1], tokens)[0] / layout.virtual)
     return {"largest_windows": peak / setting.window, "held_windows": peak_sum / setting.window}
+
+
+def micro_batch_count(simulated: Simulated) -> float:
+    """Micro-batches of a data-parallel rank, mean over iterations."""
+    return float(np.mean([len(times) for times in simulated.micro_batches]))
 
 
 def lockstep(simulated: Simulated, stages: int) -> float:

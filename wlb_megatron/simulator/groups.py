@@ -30,7 +30,7 @@ def simulate_groups(
         counts = np.stack([loads[place][0] for place in places])
         attention = np.stack([loads[place][1] for place in places])
         ways = Times(*(way[..., None] for way in apart.attention_ways(attention)))
-        return run_steps(counts, ways, apart, blocking=True)
+        return run_steps(counts, ways, apart)
 
     return by_count([len(plan.micro_steps) for plan in plans], several)
 

@@ -66,11 +66,6 @@ class Simulated:
         """A step over its GPUs' computation spread evenly, without bubble or waiting; mean over iterations."""
         return float((self.steps / self.busy.mean(axis=(1, 2, 3))).mean())
 
-    @property
-    def micro_batch_count(self) -> float:
-        """Micro-batches of a data-parallel rank, mean over iterations."""
-        return float(np.mean([len(times) for times in self.micro_batches]))
-
 
 Recomputed = Sequence[IntArray]
 """int[dp, P, V, m] of each iteration: layers that each micro-batch recomputes in each model chunk of each stage."""
@@ -80,15 +75,13 @@ def simulate(
     shards: Shards,
     model: LayerModel,
     *,
-    blocking: bool = True,
     orders: Orders | None = None,
     recomputed: Recomputed | None = None,
 ) -> Simulated:
     """Simulates a run. In a layer a micro-batch takes as long as its slowest context rank, in forward and in
     backward.
 
-    Iterations with equally many micro-batches are simulated in one pass. blocking: transfers between stages as in
-    Megatron's 1F1B (see pipeline_ends); ignored by interleaved schedules. orders: given if documents are in chunks.
+    Iterations with equally many micro-batches are simulated in one pass. orders: given if documents are in chunks.
     recomputed: None if the model's flags say it. Raises ValueError if the plans do not match the model's layout.
     """
 
@@ -96,9 +89,7 @@ def simulate(
         tokens, attention, cuts = _measure([shards[place] for place in places], model)
         steps = None if orders is None else [sizes for place in places for sizes in orders[place]]
         repeats = None if recomputed is None else np.stack([recomputed[place] for place in places])
-        return run_steps(
-            tokens, attention, model, blocking=blocking, cuts=cuts, orders=steps, recomputed=repeats
-        )
+        return run_steps(tokens, attention, model, cuts=cuts, orders=steps, recomputed=repeats)
 
     return by_count([len(iteration) for iteration in shards], several)
 
@@ -159,7 +150,7 @@ def perfectly_balanced(
         each = np.broadcast_to(attention[places, None, None, None], (*shape, layout.context))
         rank_tokens = np.broadcast_to(tokens[places, None, None], shape)
         repeats = None if recomputed is None else np.stack([recomputed[place] for place in places])
-        return run_steps(rank_tokens, model.attention_ways(each), model, blocking=True, recomputed=repeats)
+        return run_steps(rank_tokens, model.attention_ways(each), model, recomputed=repeats)
 
     return by_count([len(plan.micro_batches) for plan in plans], several)
 
@@ -168,7 +159,6 @@ def group_events(
     shards: Shards,
     model: LayerModel,
     *,
-    blocking: bool = True,
     orders: Orders | None = None,
     recomputed: Recomputed | None = None,
 ) -> list[list[Event]]:
@@ -181,14 +171,13 @@ def group_events(
     )
     launches = _launches(cuts, grouped, repeats, model)
     layout, transfer = model.layout, _transfer(tokens, model)
-    blocking = blocking and layout.virtual == 1
     return [
         pipeline_events(
             forward[rank],
             backward[rank],
             layout.pipeline,
             transfer=float(transfer[0]),
-            blocking=blocking,
+            blocking=layout.virtual == 1,
             groups=None if orders is None else orders[0][rank],
             launches=Launches(launches.forward[rank], launches.backward[rank]),
         )
@@ -275,7 +264,6 @@ def run_steps(
     attention: Times,
     model: LayerModel,
     *,
-    blocking: bool,
     cuts: BoolArray | None = None,
     orders: Sequence[tuple[int, ...] | None] | None = None,
     recomputed: IntArray | None = None,
@@ -301,7 +289,7 @@ def run_steps(
         *(forward, backward, _launches(cuts, grouped, recomputed, model)),
         orders or [None] * (n * dp),
         np.repeat(_transfer(tokens, model), dp),
-        blocking and layout.virtual == 1,
+        layout.virtual == 1,
     )
     end_times = end_times.reshape(n, dp, layout.pipeline).max(axis=1)
     paced = (forward + backward).sum(axis=(2, 3)).reshape(n, dp, layout.pipeline)

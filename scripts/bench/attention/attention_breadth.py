@@ -21,11 +21,11 @@ from scripts.bench.attention.attention_steps import (
     sharded_by_turns,
     share,
 )
+from scripts.csv_files import write_csv
 from wlb_megatron.attention.device_layout import device_layout
 from wlb_megatron.attention.kernels import kernel_choice
 from wlb_megatron.attention.kernels.torch_backend import TorchKernels
 from wlb_megatron.attention.sharded_attention import apply_sink, sink_gradient
-from wlb_megatron.report.table import write_csv
 from wlb_megatron.sharding.attention_calls import attention_layout
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.sharding.select import shard

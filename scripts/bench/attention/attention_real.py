@@ -35,8 +35,8 @@ from scripts.bench.attention.attention_steps import (
     sharded_step,
     swapped,
 )
+from scripts.csv_files import write_csv
 from wlb_megatron.attention.device_layout import device_layout
-from wlb_megatron.report.table import write_csv
 from wlb_megatron.sharding.attention_calls import attention_layout
 from wlb_megatron.sharding.segments import ShardPlan
 

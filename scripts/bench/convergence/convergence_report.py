@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from wlb_megatron.report.table import write_csv
+from scripts.csv_files import write_csv
 from wlb_megatron.whole_files import renamed_at_end
 
 ORDER = ("plain", "wlb", "wlb-equal", "no-delay", "cut", "chunks", "sorted", "unmasked")

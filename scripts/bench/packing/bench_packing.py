@@ -29,6 +29,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 
 from scripts.bench.start import new_parser
+from scripts.csv_files import write_csv
 from scripts.lengths import lognormal, paper_like
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.lengths import pieces_of, sample_lengths
@@ -41,7 +42,7 @@ from wlb_megatron.packing.varlen.varlen_packer import VarlenPacker
 from wlb_megatron.pipeline.kept_layers import Load, plan_kept_layers, stage_orders
 from wlb_megatron.plan import IterationPlan, Piece
 from wlb_megatron.report.progress import progress
-from wlb_megatron.report.table import print_table, write_csv
+from wlb_megatron.report.table import print_table
 from wlb_megatron.workload.cost_model import CostModel
 from wlb_megatron.workload.memory import GIB, ModelChunk, StageMemory
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 
 from scripts.bench.start import new_parser
+from scripts.csv_files import write_csv
 from wlb_megatron.cli import main as wlb_megatron
-from wlb_megatron.report.table import write_csv
-from wlb_megatron.simulator.lengths import long_tailed
+from wlb_megatron.documents.lengths import long_tailed
 
 JOBS = {
     "7B-128K": "--model 7B --tp 4 --cp 4 --pp 4 --micro-batches 4",

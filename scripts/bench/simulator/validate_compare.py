@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from scripts.bench.start import STEP
-from wlb_megatron.report.table import write_csv
+from scripts.csv_files import write_csv
 from wlb_megatron.sharding.alignment import padded
 from wlb_megatron.sharding.select import shard_all
 from wlb_megatron.simulator.calibration import calibrated

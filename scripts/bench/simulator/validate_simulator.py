@@ -31,7 +31,7 @@ import numpy as np
 from scripts.bench.simulator.validate_compare import SHAPE, WINDOW, compare, predicted, print_comparison
 from scripts.bench.start import MODEL, PLAIN, TRAINING, WLB, add_training, environment, new_parser
 from scripts.warm_ranks import WarmRanks
-from wlb_megatron.simulator.lengths import long_tailed
+from wlb_megatron.documents.lengths import long_tailed
 from wlb_megatron.whole_files import renamed_at_end
 from wlb_megatron.workload.profile import read_profile
 

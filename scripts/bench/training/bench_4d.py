@@ -24,7 +24,7 @@ from statistics import median
 from typing import Any
 
 from scripts.bench.start import MODELS, PLAIN, STOCK, add_corpus, add_training, corpus, new_parser, run
-from wlb_megatron.report.table import write_csv
+from scripts.csv_files import write_csv
 
 SHOWN = (
     "ms_a_step",

@@ -39,9 +39,9 @@ import numpy as np
 
 from scripts.bench.start import MODEL, STEP, TRAINING, add_training, environment, new_parser
 from scripts.bench.training.peer_documents import Items, write_conversations, write_documents
+from scripts.csv_files import write_csv
 from scripts.lengths import lognormal, paper_like
 from scripts.warm_ranks import WarmRanks
-from wlb_megatron.report.table import write_csv
 
 SFT = ["--sft", "--wlb-sft-mask-data", "--wlb-rehearsal", "off"]
 """Forwards of a rehearsal would count as padding."""

@@ -29,11 +29,11 @@ from typing import Any
 import numpy as np
 
 from scripts.bench.start import LAYERS_8B, TRAINING, environment, new_parser
+from scripts.csv_files import write_csv
 from scripts.environment import cpu_environment
 from scripts.warm_ranks import WarmRanks
+from wlb_megatron.documents.lengths import long_tailed
 from wlb_megatron.pipeline.kept_layers import Load, floor_peak, stage_orders
-from wlb_megatron.report.table import write_csv
-from wlb_megatron.simulator.lengths import long_tailed
 from wlb_megatron.workload.memory import GIB, chunked_bytes, stage_memory, token_bytes, weight_bytes
 from wlb_megatron.workload.model import Experts, Layout, Model
 

@@ -90,8 +90,8 @@ class DelayPrice:
     LEAST = SCALE // 200
     MOST = 2 * SCALE
 
-    def __init__(self, price: int = SCALE // 25) -> None:
-        self.price = price
+    def __init__(self) -> None:
+        self.price = SCALE // 25
         self.waiting = self.arrived = self.work = self.weight = 0
 
     def mean_work(self) -> int:

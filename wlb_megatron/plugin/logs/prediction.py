@@ -83,9 +83,7 @@ def _predict(
     recomputed_layers = (
         None if memory is None else _recomputed(memory, model, dp_rank, alignment, plan, orders, in_step)
     )
-    times = run_steps(
-        tokens, attention, model, blocking=True, cuts=call_cuts, orders=orders, recomputed=recomputed_layers
-    )
+    times = run_steps(tokens, attention, model, cuts=call_cuts, orders=orders, recomputed=recomputed_layers)
     return float(times.steps[0]) / 1e6
 
 
