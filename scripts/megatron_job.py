@@ -52,7 +52,7 @@ class Losses:
 def build_python_corpus(prefix: Path) -> None:
     """The Python standard library's sources as PREFIX.bin/.idx, byte by byte; nothing if they are there."""
     if not prefix.with_suffix(".idx").exists():
-        command = [sys.executable, "-m", "wlb_megatron.cli", "corpus", str(prefix)]
+        command = [sys.executable, "-m", "scripts.corpus", str(prefix)]
         subprocess.run(command, env=cpu_environment(), check=True)
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from scripts.commands import run_script
+from scripts.corpus import add_corpus
 from scripts.reproduce import __main__ as reproduction
 from wlb_megatron.analyze.analyze_command import add_analyze
 from wlb_megatron.cli import CommandParser, _add_inspected_job, main
@@ -397,7 +399,7 @@ def test_the_help_of_every_flag_says_what_it_is_and_its_default(monkeypatch):
         raise WlbError("seen")
 
     monkeypatch.setattr(CommandParser, "parse_args", stop)
-    assert main([]) == 2 == reproduction.main([])
+    assert main([]) == 2 == reproduction.main([]) == run_script("corpus", add_corpus, [])
     assert len(parsers) == 9
     for command, parser in parsers.items():
         for action in parser._actions:

@@ -18,6 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from scripts.commands import run_script
+from scripts.corpus import add_corpus
 from wlb_megatron.documents.indexed import IndexedCorpus, TokenFiles, read_index
 from wlb_megatron.errors import WlbError
 from wlb_megatron.plugin.flags import data_paths
@@ -105,8 +107,12 @@ def test_offsets_equal_the_ones_that_megatron_reads(corpus: Path) -> None:
         assert ours.index.lengths[document] == len(expected)
 
 
-def test_a_corpus_made_of_files_reads_back_in_megatron_as_their_bytes(tmp_path, command):
-    """`wlb-megatron corpus` writes the pair without Megatron."""
+def test_a_corpus_made_of_files_reads_back_in_megatron_as_their_bytes(tmp_path, capsys):
+    """`python -m scripts.corpus` writes the pair without Megatron."""
+
+    def command(line: str) -> tuple[int, str, str]:
+        return run_script("corpus", add_corpus, line.split()), *capsys.readouterr()
+
     indexed_dataset = pytest.importorskip("megatron.core.datasets.indexed_dataset")
     texts = {"a.txt": b"one", "b/c.txt": bytes(range(256)), "d.txt": b""}
     for name, text in texts.items():
@@ -114,14 +120,14 @@ def test_a_corpus_made_of_files_reads_back_in_megatron_as_their_bytes(tmp_path, 
         (tmp_path / "texts" / name).write_bytes(text)
     prefix = tmp_path / "new" / "corpus"
     texts_of = f"--files {tmp_path / 'texts'} --glob *.txt"
-    code, out, _ = command(f"corpus {prefix} {texts_of}")
+    code, out, _ = command(f"{prefix} {texts_of}")
     assert code == 0 and "3 documents, 262 tokens" in out
     theirs = indexed_dataset.IndexedDataset(str(prefix))
     assert [theirs[at].tolist() for at in range(3)] == [[*text, 256] for text in texts.values()]
     assert theirs.document_indices.tolist() == [0, 1, 2, 3]
-    assert command(f"corpus {prefix} --files {tmp_path / 'nothing'}")[0] == 2
+    assert command(f"{prefix} --files {tmp_path / 'nothing'}")[0] == 2
     (tmp_path / "file").touch()
-    code, _, err = command(f"corpus {tmp_path / 'file' / 'corpus'} {texts_of}")
+    code, _, err = command(f"{tmp_path / 'file' / 'corpus'} {texts_of}")
     assert code == 2 and "give another PREFIX" in err
 
 

@@ -36,7 +36,7 @@ WRONG: dict[str, str] = {
     "--full-validation --multiple-validation-sets --data-path CORPUS CORPUS --split 1,0,0": "no document is left",
     "--full-validation --multiple-validation-sets --data-path CORPUS --validation-set-names a b": "2 names for 1",
     "--dataloader-type cyclic": "--dataloader-type cyclic",
-    "--mock-data": "give documents with --data-path; `wlb-megatron corpus PREFIX` makes some",
+    "--mock-data": "give documents with --data-path; `python -m scripts.corpus PREFIX` makes some, in a clone",
     "--wlb-off --context-parallel-size 4": "own attention then needs Transformer Engine; install it, or compare with",
     "--sft": "set it, and --tokenizer-model to a folder",
     "--sft --tokenizer-type SFTTokenizer --tokenizer-model FOLDER": "reads conversations from jsonl files",

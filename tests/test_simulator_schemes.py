@@ -130,6 +130,7 @@ def test_analyze_tells_both_ways_and_writes_a_trace(tmp_path, capsys):
     for command, instead in (
         ("simulate", "wlb-megatron analyze --no-split --search none"),
         ("reproduce", "python -m scripts.reproduce"),
+        ("corpus", "python -m scripts.corpus"),
     ):
         assert main([command, "--model", "550M"]) == 2
         printed = capsys.readouterr().err

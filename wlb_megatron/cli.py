@@ -22,7 +22,6 @@ from wlb_megatron.bounds import whole
 from wlb_megatron.doctor.doctor_command import add_doctor
 from wlb_megatron.documents.blocks import Lengths
 from wlb_megatron.documents.lengths import read_lengths
-from wlb_megatron.documents.text_corpus import add_corpus
 from wlb_megatron.errors import PREFIX, WlbError
 from wlb_megatron.inspect_plans import inspect_plans
 from wlb_megatron.patching import add_patch
@@ -51,6 +50,7 @@ from wlb_megatron.workload.model import Layout
 MOVED = {
     "simulate": "simulate is part of analyze now: wlb-megatron analyze --no-split --search none, with the same flags",
     "reproduce": "reproduce has moved: run python -m scripts.reproduce from a clone, with the same flags",
+    "corpus": "corpus has moved: run python -m scripts.corpus from a clone, with the same flags",
 }
 """Commands of earlier releases."""
 
@@ -70,7 +70,7 @@ class CommandParser(argparse.ArgumentParser):
         _, unknown = self.parse_known_args(own_arguments, args)
         command = commands[args.command]
         if unknown:
-            raise UsageError(explain_unknown(unknown, command._option_string_actions, args.command))
+            raise UsageError(explain_unknown(unknown, command._option_string_actions, command.prog))
         launched = "--" in arguments
         if launched and not hasattr(args, "launched"):
             raise UsageError(f"{args.command} takes no launch command: leave out what follows --")
@@ -102,13 +102,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(
         dest="command",
         required=True,
-        metavar="inspect | analyze | profile | watch | corpus | sft-index | patch | doctor",
+        metavar="inspect | analyze | profile | watch | sft-index | patch | doctor",
     )
     _add_inspect(commands.add_parser("inspect", help="show the plans of documents of given lengths"))
     _add_analyze(commands.add_parser("analyze", help="predict what balancing gains on your documents"))
     add_profile(commands.add_parser("profile", help="measure a model's costs on this GPU"))
     add_watch(commands.add_parser("watch", help="show a run from its --wlb-log, on a terminal or as a page"))
-    add_corpus(commands.add_parser("corpus", help="make a corpus of text files, to try training"))
     add_sft_index(commands.add_parser("sft-index", help="tokenize conversations for --sft"))
     add_patch(commands.add_parser("patch", help="add the plugin's calls to a fork of Megatron-LM"))
     add_doctor(commands.add_parser("doctor", help="check what is installed here, and print what to fix"))

@@ -143,7 +143,7 @@ GIVEN: dict[str, str] = {
         "the loss is summed per token, so gradients are summed and divided by all ranks' tokens; drop "
         "--ddp-average-in-collective"
     ),
-    "mock_data": "give documents with --data-path; `wlb-megatron corpus PREFIX` makes some",
+    "mock_data": "give documents with --data-path; `python -m scripts.corpus PREFIX` makes some, in a clone",
     "dataloader_save": "the packing state is part of Megatron's own checkpoints; drop it",
     "qk_clip log_max_attention_logit": "the plugin's attention does not collect the maximum logit; drop it",
     "fused_single_qkv_rope": "Megatron does not support it for packed sequences; drop it",

@@ -224,9 +224,9 @@ class UsageError(WlbError):
     """About the command line itself. It names flags as the user wrote them."""
 
 
-def explain_unknown(unknown_words: Sequence[str], takes: Container[str], command: str) -> str:
+def explain_unknown(unknown_words: Sequence[str], takes: Container[str], prog: str) -> str:
     """A line for the first flag with a known cure, else for all. The command did not understand
-    `unknown_words`; it has the flags `takes`."""
+    `unknown_words`; it has the flags `takes`. prog: how it is called."""
     for part in unknown_words:
         flag = part.split("=")[0]
         plain = flag.replace("--wlb-", "--", 1)
@@ -237,4 +237,4 @@ def explain_unknown(unknown_words: Sequence[str], takes: Container[str], command
                 f"{flag} is not taken here: approximate multi-latent attention by --kv-channels, the mean channels of "
                 "a query and a value, with as many --num-query-groups as heads"
             )
-    return f"unrecognized arguments: {' '.join(unknown_words)} (see wlb-megatron {command} --help)"
+    return f"unrecognized arguments: {' '.join(unknown_words)} (see {prog} --help)"

@@ -93,7 +93,7 @@ def corpus(options: argparse.Namespace) -> Path:
     prefix = options.out / "corpus" / "python_sources"
     if not prefix.with_suffix(".idx").exists():
         cut = ["--lengths", str(options.lengths)] if options.lengths else []
-        subprocess.run([sys.executable, "-m", "wlb_megatron.cli", "corpus", str(prefix), *cut], check=True)
+        subprocess.run([sys.executable, "-m", "scripts.corpus", str(prefix), *cut], check=True)
     return prefix
 
 

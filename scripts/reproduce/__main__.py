@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from scripts.commands import run_script
 from scripts.csv_files import as_csv
 from scripts.reproduce.compare import Inputs
 from scripts.reproduce.page import as_page, draw, sections, speedup_rows
@@ -21,7 +22,6 @@ from scripts.reproduce.paper import CONFIGURATIONS, LARGE_JOB, K
 from scripts.reproduce.tables import Finished, parts, reproduce
 from wlb_megatron import __version__
 from wlb_megatron.bounds import SEED, TOKENS, whole
-from wlb_megatron.cli import CommandParser, run
 from wlb_megatron.documents.lengths import read_lengths
 from wlb_megatron.errors import WlbError, explain_bad_values
 from wlb_megatron.packing.foresee import too_small
@@ -43,10 +43,7 @@ UNFINISHED = "unfinished.json"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code, as wlb-megatron's commands do."""
-    parser = CommandParser()
-    commands = parser.add_subparsers(dest="command")
-    add_reproduce(commands.add_parser("reproduce", prog="python -m scripts.reproduce"))
-    return run(parser, commands.choices, ["reproduce", *(sys.argv[1:] if argv is None else argv)])
+    return run_script("reproduce", add_reproduce, argv)
 
 
 def add_reproduce(parser: argparse.ArgumentParser) -> None:

@@ -29,7 +29,8 @@ def parse_blend(values: Sequence[str]) -> tuple[list[str], list[float] | None]:
     """
     if not values:
         raise WlbError(
-            "no corpus given: give at least one prefix to --data-path; `wlb-megatron corpus PREFIX` makes one to try"
+            "no corpus given: give at least one prefix to --data-path; in a clone, `python -m scripts.corpus PREFIX` "
+            "makes one to try"
         )
     heads = [_number(value) for value in values[::2]]
     if len(values) % 2 == 1 or all(head is None for head in heads):

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from wlb_megatron.documents.text_corpus import END_OF_DOCUMENT, build, text_files
+from scripts.corpus import END_OF_DOCUMENT, build, text_files
 from wlb_megatron.whole_files import renamed_at_end
 
 _BEGINS = re.compile(rb"(?m)^(?: {4})?(?:@|(?:async )?def |class )")

@@ -179,7 +179,7 @@ def build_corpora(options: argparse.Namespace, scratch: Path) -> dict[str, Path]
     for mix in MIXES:
         lengths = folder / f"{mix}.npy"
         np.save(lengths, mix_lengths(mix, 2 * options.iterations * options.global_batch_size * WINDOW))
-        build = [sys.executable, "-m", "wlb_megatron.cli", "corpus", str(folder / mix)]
+        build = [sys.executable, "-m", "scripts.corpus", str(folder / mix)]
         builds.append(subprocess.Popen([*build, "--lengths", str(lengths)]))
     if max(build.wait() for build in builds):
         raise SystemExit("a corpus could not be built: see above")

@@ -341,8 +341,7 @@ def _corpora(out: Path, tiny: bool) -> dict[tuple[int, bool], Path]:
         command = [
             sys.executable,
             "-m",
-            "wlb_megatron.cli",
-            "corpus",
+            "scripts.corpus",
             str(prefix),
             "--lengths",
             f"{prefix}.npy",

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from scripts.corpus import END_OF_DOCUMENT, build, documents_of, text_files
 from wlb_megatron.documents.corpus import Rules
 from wlb_megatron.documents.stream import DocumentStream
-from wlb_megatron.documents.text_corpus import END_OF_DOCUMENT, build, documents_of, text_files
 
 SEED = 1234
 """The --seed of start.TRAINING: it decides the plugin's order."""

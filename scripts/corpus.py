@@ -1,18 +1,20 @@
-"""`wlb-megatron corpus`: byte-level .bin/.idx of text files, one document a file.
+"""Byte-level .bin/.idx of text files, one document a file, to try training.
 
-wlb-megatron corpus out/corpus/python            the Python standard library's sources
-wlb-megatron corpus PREFIX --files DIR --glob "*.txt"
-wlb-megatron corpus PREFIX --lengths lengths.npy     the texts joined, cut anew to these lengths (tokens)
+python -m scripts.corpus out/corpus/python            the Python standard library's sources
+python -m scripts.corpus PREFIX --files DIR --glob "*.txt"
+python -m scripts.corpus PREFIX --lengths lengths.npy     the texts joined, cut anew to these lengths (tokens)
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
+from scripts.commands import run_script
 from wlb_megatron.documents.indexed import HEADER, MAGIC, VERSION
 from wlb_megatron.documents.lengths import read_lengths
 from wlb_megatron.errors import WlbError
@@ -71,7 +73,6 @@ def build(prefix: Path, documents: Iterator[np.ndarray]) -> np.ndarray:
 
 
 def add_corpus(parser: argparse.ArgumentParser) -> None:
-    """Flags of `wlb-megatron corpus`."""
     parser.description = (
         "Writes PREFIX.bin and PREFIX.idx of text files, to try training without a tokenizer: a file is a document, "
         "a byte a token, and token 256 ends a document. Train with --data-path PREFIX --tokenizer-type NullTokenizer "
@@ -107,3 +108,7 @@ def run_corpus(args: argparse.Namespace) -> None:
         f"{args.prefix}.bin/.idx: {len(lengths):,} documents, {lengths.sum():,} tokens; length median "
         f"{np.median(lengths):,.0f}, p99 {np.percentile(lengths, 99):,.0f}, max {lengths.max():,}"
     )
+
+
+if __name__ == "__main__":
+    sys.exit(run_script("corpus", add_corpus))
