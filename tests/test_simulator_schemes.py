@@ -127,6 +127,15 @@ def test_analyze_tells_both_ways_and_writes_a_trace(tmp_path, capsys):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["figures.json", "step.json"]
     assert main(_simulate()) == 0
     assert "3 iterations, mean / most" in capsys.readouterr().out
+    # What the memory lets steps keep is not recomputed in the trace either.
+    kept = _simulate(
+        "--recompute", "full", "--gpu-memory", "30", "--trace", str(trace), "--json", str(figures)
+    )
+    assert main(kept) == 0
+    events = json.loads(trace.read_text())["traceEvents"]
+    end_ms = max(e["ts"] + e["dur"] for e in events if e["ph"] == "X") / 1e3
+    slowest = json.loads(figures.read_text())["results"]["after"]["step_ms"]["max"]
+    assert 0.9 * slowest < end_ms <= slowest
     for command, instead in (
         ("simulate", "wlb-megatron analyze --no-split --search none"),
         ("reproduce", "python -m scripts.reproduce"),

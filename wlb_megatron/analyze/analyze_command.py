@@ -13,6 +13,7 @@ from wlb_megatron.analyze.search import settings_tried
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.blocks import Lengths
 from wlb_megatron.errors import WlbError
+from wlb_megatron.pipeline.kept_layers import recomputed_array
 from wlb_megatron.pipeline.orders import documents_in_chunks
 from wlb_megatron.report.progress import progress
 from wlb_megatron.report.timeline import chrome_trace
@@ -84,5 +85,7 @@ def _write_trace(path: Path, run: Run, job: Job) -> None:
     plan = run.plans[job.warm_up + slowest]
     columns = zip(*plan.micro_batches, strict=True)
     documents = [documents_in_chunks([micro_batch.pieces for micro_batch in column]) for column in columns]
-    events = group_events([run.shards[slowest]], job.model, orders=job.orders([plan]))
+    recomputed = None if run.kept is None else [recomputed_array(run.kept[slowest])]
+    orders = job.orders([plan])
+    events = group_events([run.shards[slowest]], job.model, orders=orders, recomputed=recomputed)
     write_whole(path, json.dumps(chrome_trace(events, documents=documents)) + "\n", "--trace")
