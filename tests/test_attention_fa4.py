@@ -283,6 +283,28 @@ def test_keys_values_and_their_gradients_are_halves_of_one_buffer(asked):
         assert first.stride(0) == 2 * first[0].numel()
 
 
+def test_keys_that_stay_on_their_rank_are_copied_only_if_they_are_views(asked):
+    """Nor are their gradients. Saved views would keep all projections in memory."""
+    layout = device_layout(attention_layout(shard([9, 30], 1, "per-document"), 0), "cpu")
+    x, results = random_tensors(39), []
+    pairs = torch.stack((x.k, x.v), 2)
+    for k, v, same in ((x.k, x.v, True), (x.k, pairs[:, :, 1], False)):
+        asked.calls.clear()
+        leaves = [y.detach().requires_grad_() for y in (x.q, k, v)]
+        kernels = asked.backend.FlashAttention4Kernels()
+        out = sharded_attention.sharded_attention(*leaves, layout, None, kernels, SCALE)
+        results.append([out, *torch.autograd.grad(out, leaves, x.dout)])
+        ahead, back = asked.calls
+        places = [
+            (ahead["k"], k),
+            (ahead["v"], v),
+            (back["dk"], results[-1][2]),
+            (back["dv"], results[-1][3]),
+        ]
+        assert [a.data_ptr() == b.data_ptr() for a, b in places] == [same] * 4
+        assert all(torch.equal(a, b) for a, b in zip(results[0], results[-1], strict=True))
+
+
 @pytest.mark.parametrize(("dim", "v_dim", "channels"), [(192, 128, 128), (24, 16, 24), (16, 16, 16)])
 def test_narrow_values_are_given_as_they_are_where_tried_and_else_padded(asked, dim, v_dim, channels):
     x = random_tensors(PLAN.tokens, heads=2, kv_heads=2, dim=dim, v_dim=v_dim)

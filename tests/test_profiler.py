@@ -189,6 +189,7 @@ class _Counting:
 
         self.inner = TorchKernels()
         self.seen: dict[int, int] = {}
+        self.separate = True
 
     def buffer_rows(self, call: Any) -> tuple[int, int]:
         return self.inner.buffer_rows(call)

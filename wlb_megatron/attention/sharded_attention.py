@@ -15,6 +15,7 @@ from torch import Tensor
 
 from wlb_megatron.attention.device_layout import DeviceCall, DeviceLayout, DeviceWindow
 from wlb_megatron.attention.kernels.row_sums import (
+    KV,
     add_rows,
     grads_apart,
     merge_rows,
@@ -31,9 +32,12 @@ class Kernels(Protocol):
     """The interface of a backend: plain variable-length attention in which every row belongs to a sequence.
 
     q: [rows, heads, dim]. out, dout: [rows, heads, v dim]. lse: [rows, heads], the log of the softmax denominator.
-    kv: one row per key, as row_sums.side_by_side makes them. All are contiguous except lse, which may be stored by
-    heads.
+    kv: one row per key, as row_sums.side_by_side makes them, or keys and values if `separate`; dkv has its form. All
+    are contiguous except lse, which may be stored by heads.
     """
+
+    separate: bool
+    """Whether kv may be a pair, as saves a copy each way where keys stay on their rank."""
 
     def takes(self, dim: int, v_dim: int) -> bool:
         """Whether values may be narrower than keys at these sizes; if not, they are padded with zeros."""
@@ -41,12 +45,12 @@ class Kernels(Protocol):
     def buffer_rows(self, call: DeviceCall) -> tuple[int, int]:
         """Rows of the buffers for the call's queries and keys. Rows beyond the call's own are never read."""
 
-    def forward(self, call: DeviceCall, q: Tensor, kv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, call: DeviceCall, q: Tensor, kv: KV, scale: float) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp."""
 
     def backward(
-        self, call: DeviceCall, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, dout: Tensor, scale: float
-    ) -> tuple[Tensor, Tensor]:
+        self, call: DeviceCall, q: Tensor, kv: KV, out: Tensor, lse: Tensor, dout: Tensor, scale: float
+    ) -> tuple[Tensor, KV]:
         """dq and dkv for these keys, given out and lse of the softmax over all keys."""
 
 
@@ -130,23 +134,25 @@ class _Attention(torch.autograd.Function):
     def forward(cls, ctx: Any, *inputs: Any) -> Tensor:
         q, k, v, sink, ctx.layout, ctx.group, ctx.kernels, ctx.scale, keep_keys, ctx.cache = inputs
         ctx.flat = q.dim() == 4
-        if ctx.flat:
-            q, k, v = q.squeeze(1), k.squeeze(1), v.squeeze(1)
-        q = q.contiguous()
-        kv = side_by_side(k, v)
+        q, k, v = [x.squeeze(1) if ctx.flat else x.detach() for x in (q, k, v)]
+        q, local = q.contiguous(), ctx.kernels.separate and not (ctx.layout.exchange or ctx.layout.cache)
+        # Others may be views, which would keep all projections in memory until backward.
+        separate = local and k.is_contiguous() and v.is_contiguous()
+        kv: Any = (k, v) if separate else side_by_side(k, v)
         if ctx.layout.cache:
             ctx.cache.keep(ctx.layout.cache, kv)
         out, lse, keys = cls.attend(ctx, q, kv)
         if sink is not None:
             out, lse = apply_sink(out, lse, sink)
         keys = keys if keep_keys else None
-        local = None if keys is not None and cls.keys_serve else kv
-        ctx.save_for_backward(q, local, keys, out, lse, sink)
-        return out.view(len(out), 1, -1) if ctx.flat else out
+        saved_kv = kv if separate else (None if keys is not None and cls.keys_serve else kv,)
+        ctx.save_for_backward(q, keys, out, lse, sink, *saved_kv)
+        return out.view(out.shape[0], 1, -1) if ctx.flat else out
 
     @classmethod
     def backward(cls, ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, kv, keys, out, lse, sink = ctx.saved_tensors
+        q, keys, out, lse, sink, *saved_kv = ctx.saved_tensors
+        kv = tuple(saved_kv) if len(saved_kv) == 2 else saved_kv[0]
         dout = dout.contiguous()
         if ctx.flat:
             dout = dout.view(out.shape)
@@ -264,7 +270,7 @@ def _all_keys(ctx: Any, kv: Tensor) -> Tensor:
     return gather(ctx.kernels.buffer_rows(layout.call)[1])
 
 
-def _apart(ctx: Any, dkv: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+def _apart(ctx: Any, dkv: KV, q: Tensor) -> tuple[Tensor, Tensor]:
     """dk and dv, plus what later micro-batches returned."""
     if ctx.layout.cache:
         ctx.cache.finish(ctx.layout.cache, dkv)

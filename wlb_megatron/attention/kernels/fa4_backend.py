@@ -17,6 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
+from itertools import accumulate
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -26,7 +28,7 @@ from torch import Tensor
 
 from wlb_megatron.attention.device_layout import DeviceCall
 from wlb_megatron.attention.kernels.kernel_choice import narrow_values
-from wlb_megatron.attention.kernels.row_sums import apart
+from wlb_megatron.attention.kernels.row_sums import KV, apart, empty_like
 
 LEAST_LONGEST = 512
 """The kernels are given at least this as the longest sequence. If all sequences fit into one tile, they would compile
@@ -36,9 +38,11 @@ once more."""
 class FlashAttention4Kernels:
     """sharded_attention.Kernels in bf16 or fp16. deterministic: backward sums in a fixed order, slower."""
 
+    separate = True
+
     def __init__(self, deterministic: bool = False) -> None:
         self.deterministic = deterministic
-        self._compiled: dict[tuple[Any, ...], list[_Launch]] = {}
+        self._compiled: dict[tuple[Any, ...] | None, list[_Launch]] = {}
 
     def takes(self, dim: int, v_dim: int) -> bool:
         return narrow_values(dim, v_dim)
@@ -46,50 +50,52 @@ class FlashAttention4Kernels:
     def buffer_rows(self, call: DeviceCall) -> tuple[int, int]:
         return call.q_rows, call.kv_rows
 
-    def forward(self, call: DeviceCall, q: Tensor, kv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, call: DeviceCall, q: Tensor, kv: KV, scale: float) -> tuple[Tensor, Tensor]:
         k, v = apart(kv, q.shape[-1])
-        kind, usual = _kind("forward", call, scale, q, kv), _usual(call, q, kv)
-        if launches := self._compiled.get(kind) if usual else None:
+        kind = _kind("forward", call, scale, q, k, v)
+        if launches := self._compiled.get(kind):
             (run,) = launches
             out = q.new_empty((*q.shape[:2], v.shape[-1]))
-            lse = q.new_empty((q.shape[1], len(q)), dtype=torch.promote_types(q.dtype, torch.float32))
-            bounds = call.cu_seqlens_q, call.cu_seqlens_kv
-            run.kernel(q.detach(), k, v, out, lse, scale, *bounds, *run.arguments[8:])
+            lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.promote_types(q.dtype, torch.float32))
+            run.kernel(q, k, v, out, lse, scale, call.cu_seqlens_q, call.cu_seqlens_kv, *run.arguments[8:])
             return out, lse.t()
         with _noted() as launches:
-            out, lse, *_ = interface._flash_attn_fwd(
-                q, k, v, softmax_scale=scale, return_lse=True, **_bounds_and_mask(call)
-            )
-        if usual and len(launches) == 1:
+            out, lse, *_ = interface._flash_attn_fwd(q, k, v, return_lse=True, **_options(call, scale))
+        if kind and len(launches) == 1:
             self._compiled[kind] = [launch.without_tensors() for launch in launches]
         return out, lse.t()  # lse is by heads, [heads, rows]
 
     def backward(
-        self, call: DeviceCall, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, dout: Tensor, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        (k, v), dkv, lse = apart(kv, q.shape[-1]), torch.empty_like(kv), lse.t().contiguous()
+        self, call: DeviceCall, q: Tensor, kv: KV, out: Tensor, lse: Tensor, dout: Tensor, scale: float
+    ) -> tuple[Tensor, KV]:
+        (k, v), dkv, lse = apart(kv, q.shape[-1]), empty_like(kv), lse.t().contiguous()
         dk, dv = apart(dkv, q.shape[-1])
-        kind = _kind("backward", call, scale, q, kv, dout)
-        usual = _usual(call, q, kv, dout) and not self.deterministic  # else with zeroed semaphores
-        if launches := self._compiled.get(kind) if usual else None:
-            dq = torch.empty_like(q)
-            _run_backward(launches, call, (q, k, v, out, dout, lse), (dq, dk, dv), scale)
+        # A deterministic backward needs zeroed semaphores.
+        kind = None if self.deterministic else _kind("backward", call, scale, q, k, v, dout)
+        if launches := self._compiled.get(kind):
+            # What flash-attn launches on Hopper: prepare, compute, round dq and, if heads are grouped, dk and dv.
+            before, main, *after = launches
+            dq, cu_q, cu_k = torch.empty_like(q), call.cu_seqlens_q, call.cu_seqlens_kv
+            mask = call.causal, call.window is not None
+            zeros, total, places = _buffers(*mask, len(call.sizes), q.shape, k.shape, v.shape[-1])
+            space = q.new_empty(total, dtype=lse.dtype)
+            sums, weights, dq_sum, *grouped = [space.as_strided(*place) for place in places]
+            if grouped:
+                space.narrow(0, 0, zeros).zero_()
+            dk_sum, dv_sum = grouped or (dk, dv)
+            before.kernel(out, dout, sums, lse, weights, dq_sum, cu_q, *before.arguments[7:])
+            results = dq_sum, dk_sum, dv_sum, scale, cu_q, cu_k
+            main.kernel(q, k, v, dout, weights, sums, *results, *main.arguments[12:])
+            rounded = ((dq_sum, dq, cu_q), (dk_sum, dk, cu_k), (dv_sum, dv, cu_k))
+            for launch, (summed, gradient, ends) in zip(after, rounded, strict=False):
+                launch.kernel(summed, gradient, launch.arguments[2], ends, *launch.arguments[4:])
             return dq, dkv
         with _noted() as launches:
+            inputs, options = (q, k, v, out, dout, lse), _options(call, scale)
             dq, *_ = interface._flash_attn_bwd(
-                q,
-                k,
-                v,
-                out,
-                dout,
-                lse,
-                softmax_scale=scale,
-                deterministic=self.deterministic,
-                dk=dk,
-                dv=dv,
-                **_bounds_and_mask(call),
+                *inputs, dk=dk, dv=dv, deterministic=self.deterministic, **options
             )
-        if usual and len(launches) == (5 if q.shape[1] > k.shape[1] else 3):
+        if kind and len(launches) == (5 if q.shape[1] > k.shape[1] else 3):
             self._compiled[kind] = [launch.without_tensors() for launch in launches]
         return dq, dkv
 
@@ -153,90 +159,60 @@ def _noted() -> Iterator[list[_Launch]]:
                 function.compile_cache = cache
 
 
-def _kind(direction: str, call: DeviceCall, scale: float, *tensors: Tensor) -> tuple[Any, ...]:
+def _kind(direction: str, call: DeviceCall, scale: float, *tensors: Tensor) -> tuple[Any, ...] | None:
     """What decides the compiled kernels and their constant arguments, as read in flash-attn 4.0.0b36 for Hopper.
 
     The registry allows no other version. Dtype, heads, channels, mask and window decide kernels and tiles. Keys are
     never split over programs, as num_splits stays 1, so there is no scheduler's metadata. Query heads are packed
     (pack_gqa) wherever they share keys. The longest lengths decide only whether each sequence fits into one tile, of
     at most 192 rows forward and 128 backward. LEAST_LONGEST keeps the answer no. Strides of 0 are compiled in; a
-    contiguous tensor may have one where its size is 1, hence strides. `_usual` is about the rest.
+    contiguous tensor may have one where its size is 1, hence strides.
+
+    None if the functions launch other kernels, or give them other tensors. With more sequences, a kernel more finds
+    where they begin. Without rows nothing runs. A tensor that does not begin at a multiple of 16 bytes would be copied.
     """
-    shapes = [(x.shape[1:], x.stride()) for x in tensors]
+    bits, shapes = 0, list[tuple[int, ...]]()
+    for x in tensors:
+        bits |= x.data_ptr()
+        shapes += x.shape[1:], x.stride()
+    if bits & 15 or len(call.sizes) > interface.BIN_BATCH_SEARCH_THRESH or not (call.q_rows and call.kv_rows):
+        return None
     return direction, call.causal, call.window, scale, tensors[0].dtype, *shapes
 
 
-def _usual(call: DeviceCall, *tensors: Tensor) -> bool:
-    """Whether the functions launch nothing but the noted kernels, and give them these very tensors.
+@lru_cache(maxsize=64)
+def _buffers(
+    causal: bool, windowed: bool, sequences: int, q: torch.Size, k: torch.Size, v_dim: int
+) -> tuple[int, int, list[tuple[tuple[int, int], tuple[int, int], int]]]:
+    """The one buffer of backward's intermediate results, of the sizes that flash-attn makes for each.
 
-    With more sequences, a kernel more finds where they begin. Without rows nothing runs. A tensor that does not begin
-    at a multiple of 16 bytes would be copied.
+    Returns how many elements begin as zeros, how many there are, and shape, stride and offset of the sums of
+    out * dout, the scaled log-sum-exps, dq and, if query heads of a group add to one key head, dk and dv.
     """
-    bits = 0
-    for x in tensors:
-        bits |= x.data_ptr()
-    few_sequences = len(call.cu_seqlens_q) - 1 <= interface.BIN_BATCH_SEARCH_THRESH
-    return few_sequences and call.q_rows > 0 and call.kv_rows > 0 and not bits & 15
-
-
-def _run_backward(
-    launches: list[_Launch],
-    call: DeviceCall,
-    inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
-    gradients: tuple[Tensor, Tensor, Tensor],
-    scale: float,
-) -> None:
-    """Launches what flash-attn's _flash_attn_bwd launches on Hopper, with buffers of the sizes that it makes.
-
-    Args:
-        launches: the kernels that prepare, compute, and round dq; if heads are grouped, also dk and dv.
-        inputs: q, k, v, out and dout of [rows, heads, dim], lse of fp32[heads, rows].
-        gradients: dq, dk and dv, to fill.
-    """
-    q, k, v, out, dout, lse = inputs
-    dq, dk, dv = gradients
-    before, main, *after = launches
-    bounds = call.cu_seqlens_q, call.cu_seqlens_kv
-    tiles = interface._tile_size_bwd_sm90(
-        q.shape[-1],
-        v.shape[-1],
-        call.causal and call.window is None,
-        call.window is not None,
-    )
+    tiles = interface._tile_size_bwd_sm90(q[-1], v_dim, causal and not windowed, windowed)
     unit = 64 if tiles.dKV_swapAB else 32
-    dim, v_dim = (-(-x.shape[-1] // unit) * unit for x in (q, v))
-
-    def room(rows: int, tile: int) -> int:
-        """Rows in which each sequence begins at a multiple of `tile`."""
-        return (rows + len(bounds[0]) * tile - 1) // tile * tile
-
-    heads, padded = q.shape[1], room(len(q), tiles.m_block_size)
-    sums, weights = q.new_empty((2, heads, padded), dtype=lse.dtype)
-    dq_sum = q.new_empty((heads, padded * dim), dtype=lse.dtype)
-    dk_sum, dv_sum = dk, dv
-    if len(after) > 1:  # query heads of a group add to one key head
-        kv_heads, padded = k.shape[1], room(len(k), tiles.n_block_size)
-        both = q.new_zeros(kv_heads * padded * (dim + v_dim), dtype=lse.dtype)
-        dk_sum, dv_sum = (
-            part.view(kv_heads, -1)
-            for part in both.split((kv_heads * padded * dim, kv_heads * padded * v_dim))
-        )
-    before.kernel(out, dout, sums, lse, weights, dq_sum, bounds[0], *before.arguments[7:])
-    main.kernel(
-        q.detach(), k, v, dout, weights, sums, dq_sum, dk_sum, dv_sum, scale, *bounds, *main.arguments[12:]
+    dim, v_dim = (-(-channels // unit) * unit for channels in (q[-1], v_dim))
+    # Each sequence begins at a multiple of its tile.
+    q_rows, k_rows = (
+        (rows + (sequences + 1) * tile - 1) // tile * tile
+        for rows, tile in ((q[0], tiles.m_block_size), (k[0], tiles.n_block_size))
     )
-    rounded = ((dq_sum, dq, bounds[0]), (dk_sum, dk, bounds[1]), (dv_sum, dv, bounds[1]))
-    for launch, (total, gradient, ends) in zip(after, rounded, strict=False):
-        launch.kernel(total, gradient, launch.arguments[2], ends, *launch.arguments[4:])
+    shapes = [(q[1], q_rows), (q[1], q_rows), (q[1], q_rows * dim)]
+    if q[1] > k[1]:
+        shapes = [(k[1], k_rows * dim), (k[1], k_rows * v_dim), *shapes]
+    ends = [0, *accumulate(heads * size for heads, size in shapes)]
+    places = [((heads, size), (size, 1), begin) for (heads, size), begin in zip(shapes, ends, strict=False)]
+    return ends[-4], ends[-1], places[-3:] + places[:-3]
 
 
-def _bounds_and_mask(call: DeviceCall) -> dict[str, Any]:
-    """Bounds and mask. A causal mask is bottom-right: the last query sees the last key."""
+def _options(call: DeviceCall, scale: float) -> dict[str, Any]:
+    """Bounds, scale and mask. A causal mask is bottom-right: the last query sees the last key."""
     return {
         "cu_seqlens_q": call.cu_seqlens_q,
         "cu_seqlens_k": call.cu_seqlens_kv,
         "max_seqlen_q": max(call.max_q, LEAST_LONGEST),
         "max_seqlen_k": max(call.max_kv, LEAST_LONGEST),
+        "softmax_scale": scale,
         "causal": call.causal,
         "window_size_left": call.window,
     }

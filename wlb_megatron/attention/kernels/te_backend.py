@@ -62,6 +62,8 @@ def delayed_scales() -> list[tuple[Tensor, Tensor]]:
 class TransformerEngineKernels:
     """sharded_attention.Kernels in bf16 or fp16. deterministic: backward sums in a fixed order, slower."""
 
+    separate = False
+
     def __init__(self, deterministic: bool = False) -> None:
         self.deterministic = deterministic
         self._rng: Tensor | None = None

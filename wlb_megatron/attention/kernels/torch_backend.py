@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from wlb_megatron.attention.device_layout import DeviceCall
-from wlb_megatron.attention.kernels.row_sums import apart
+from wlb_megatron.attention.kernels.row_sums import KV, apart, empty_like
 
 
 class TorchKernels:
     """sharded_attention.Kernels with an explicit softmax. Computes the scores of one sequence at a time."""
+
+    separate = True
 
     def takes(self, dim: int, v_dim: int) -> bool:
         return True
@@ -20,7 +22,7 @@ class TorchKernels:
     def buffer_rows(self, call: DeviceCall) -> tuple[int, int]:
         return call.q_rows, call.kv_rows
 
-    def forward(self, call: DeviceCall, q: Tensor, kv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, call: DeviceCall, q: Tensor, kv: KV, scale: float) -> tuple[Tensor, Tensor]:
         k, v = apart(kv, q.shape[-1])
         out = q.new_empty((*q.shape[:2], v.shape[-1]))
         lse = q.new_empty(q.shape[:2], dtype=_wide(q))
@@ -32,9 +34,9 @@ class TorchKernels:
         return out, lse
 
     def backward(
-        self, call: DeviceCall, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, dout: Tensor, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        dq, dkv = torch.empty_like(q), torch.empty_like(kv)
+        self, call: DeviceCall, q: Tensor, kv: KV, out: Tensor, lse: Tensor, dout: Tensor, scale: float
+    ) -> tuple[Tensor, KV]:
+        dq, dkv = torch.empty_like(q), empty_like(kv)
         (k, v), (dk, dv) = apart(kv, q.shape[-1]), apart(dkv, q.shape[-1])
         groups = k.shape[1]
         # D of FlashAttention-2 (arXiv 2307.08691, algorithm 2): what softmax's gradient subtracts from dP.
@@ -48,8 +50,8 @@ class TorchKernels:
             dscores = torch.einsum("qghd,kgd->ghqk", grads, values) - grouped_delta.unsqueeze(-1)
             dscores = dscores * probs * scale
             dq[rows] = _flat(torch.einsum("ghqk,kgd->qghd", dscores, keys)).to(q.dtype)
-            dk[key_rows] = torch.einsum("ghqk,qghd->kgd", dscores, queries).to(kv.dtype)
-            dv[key_rows] = torch.einsum("ghqk,qghd->kgd", probs, grads).to(kv.dtype)
+            dk[key_rows] = torch.einsum("ghqk,qghd->kgd", dscores, queries).to(q.dtype)
+            dv[key_rows] = torch.einsum("ghqk,qghd->kgd", probs, grads).to(q.dtype)
         return dq, dkv
 
 
