@@ -52,11 +52,11 @@ class FlashAttention4Kernels:
 
     def forward(self, call: DeviceCall, q: Tensor, kv: KV, scale: float) -> tuple[Tensor, Tensor]:
         k, v = apart(kv, q.shape[-1])
-        kind = _kind("forward", call, scale, q, k, v)
+        kind = _kind(call, scale, q, k, v)
         if launches := self._compiled.get(kind):
-            (run,) = launches
-            out = q.new_empty((*q.shape[:2], v.shape[-1]))
-            lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.promote_types(q.dtype, torch.float32))
+            (run,), (rows, heads, _) = launches, q.shape
+            out = q.new_empty((rows, heads, v.shape[-1]))
+            lse = q.new_empty((heads, rows), dtype=torch.promote_types(q.dtype, torch.float32))
             run.kernel(q, k, v, out, lse, scale, call.cu_seqlens_q, call.cu_seqlens_kv, *run.arguments[8:])
             return out, lse.t()
         with _noted() as launches:
@@ -71,17 +71,16 @@ class FlashAttention4Kernels:
         (k, v), dkv, lse = apart(kv, q.shape[-1]), empty_like(kv), lse.t().contiguous()
         dk, dv = apart(dkv, q.shape[-1])
         # A deterministic backward needs zeroed semaphores.
-        kind = None if self.deterministic else _kind("backward", call, scale, q, k, v, dout)
+        kind = None if self.deterministic else _kind(call, scale, q, k, v, dout)
         if launches := self._compiled.get(kind):
             # What flash-attn launches on Hopper: prepare, compute, round dq and, if heads are grouped, dk and dv.
             before, main, *after = launches
             dq, cu_q, cu_k = torch.empty_like(q), call.cu_seqlens_q, call.cu_seqlens_kv
-            mask = call.causal, call.window is not None
-            zeros, total, places = _buffers(*mask, len(call.sizes), q.shape, k.shape, v.shape[-1])
+            zeros, total, places = _buffers(call.causal, call.window, len(call.sizes), q.shape, v.shape)
             space = q.new_empty(total, dtype=lse.dtype)
             sums, weights, dq_sum, *grouped = [space.as_strided(*place) for place in places]
             if grouped:
-                space.narrow(0, 0, zeros).zero_()
+                space[:zeros].zero_()
             dk_sum, dv_sum = grouped or (dk, dv)
             before.kernel(out, dout, sums, lse, weights, dq_sum, cu_q, *before.arguments[7:])
             results = dq_sum, dk_sum, dv_sum, scale, cu_q, cu_k
@@ -159,7 +158,7 @@ def _noted() -> Iterator[list[_Launch]]:
                 function.compile_cache = cache
 
 
-def _kind(direction: str, call: DeviceCall, scale: float, *tensors: Tensor) -> tuple[Any, ...] | None:
+def _kind(call: DeviceCall, scale: float, *tensors: Tensor) -> tuple[Any, ...] | None:
     """What decides the compiled kernels and their constant arguments, as read in flash-attn 4.0.0b36 for Hopper.
 
     The registry allows no other version. Dtype, heads, channels, mask and window decide kernels and tiles. Keys are
@@ -170,36 +169,39 @@ def _kind(direction: str, call: DeviceCall, scale: float, *tensors: Tensor) -> t
 
     None if the functions launch other kernels, or give them other tensors. With more sequences, a kernel more finds
     where they begin. Without rows nothing runs. A tensor that does not begin at a multiple of 16 bytes would be copied.
+
+    tensors: q, k and v, and the gradient of a backward's output.
     """
-    bits, shapes = 0, list[tuple[int, ...]]()
+    bits, strides = 0, list[tuple[int, ...]]()
     for x in tensors:
         bits |= x.data_ptr()
-        shapes += x.shape[1:], x.stride()
+        strides.append(x.stride())
     if bits & 15 or len(call.sizes) > interface.BIN_BATCH_SEARCH_THRESH or not (call.q_rows and call.kv_rows):
         return None
-    return direction, call.causal, call.window, scale, tensors[0].dtype, *shapes
+    (_, heads, dim), (_, kv_heads, v_dim) = tensors[0].shape, tensors[2].shape
+    return call.causal, call.window, scale, tensors[0].dtype, heads, dim, kv_heads, v_dim, *strides
 
 
 @lru_cache(maxsize=64)
 def _buffers(
-    causal: bool, windowed: bool, sequences: int, q: torch.Size, k: torch.Size, v_dim: int
+    causal: bool, window: int | None, sequences: int, q: torch.Size, v: torch.Size
 ) -> tuple[int, int, list[tuple[tuple[int, int], tuple[int, int], int]]]:
     """The one buffer of backward's intermediate results, of the sizes that flash-attn makes for each.
 
     Returns how many elements begin as zeros, how many there are, and shape, stride and offset of the sums of
     out * dout, the scaled log-sum-exps, dq and, if query heads of a group add to one key head, dk and dv.
     """
-    tiles = interface._tile_size_bwd_sm90(q[-1], v_dim, causal and not windowed, windowed)
+    tiles = interface._tile_size_bwd_sm90(q[-1], v[-1], causal and window is None, window is not None)
     unit = 64 if tiles.dKV_swapAB else 32
-    dim, v_dim = (-(-channels // unit) * unit for channels in (q[-1], v_dim))
+    dim, v_dim = (-(-channels // unit) * unit for channels in (q[-1], v[-1]))
     # Each sequence begins at a multiple of its tile.
     q_rows, k_rows = (
         (rows + (sequences + 1) * tile - 1) // tile * tile
-        for rows, tile in ((q[0], tiles.m_block_size), (k[0], tiles.n_block_size))
+        for rows, tile in ((q[0], tiles.m_block_size), (v[0], tiles.n_block_size))
     )
     shapes = [(q[1], q_rows), (q[1], q_rows), (q[1], q_rows * dim)]
-    if q[1] > k[1]:
-        shapes = [(k[1], k_rows * dim), (k[1], k_rows * v_dim), *shapes]
+    if q[1] > v[1]:
+        shapes = [(v[1], k_rows * dim), (v[1], k_rows * v_dim), *shapes]
     ends = [0, *accumulate(heads * size for heads, size in shapes)]
     places = [((heads, size), (size, 1), begin) for (heads, size), begin in zip(shapes, ends, strict=False)]
     return ends[-4], ends[-1], places[-3:] + places[:-3]
