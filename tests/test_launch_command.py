@@ -19,6 +19,7 @@ from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.errors import WlbError
 from wlb_megatron.simulator.job_flags import read_job
 from wlb_megatron.simulator.launch_flags import MEGATRON, PASSED_OVER, Launch, read_launch
+from wlb_megatron.workload.model import ONE_KERNEL
 
 pytestmark = pytest.mark.usefixtures("quick_thresholds")
 
@@ -73,7 +74,11 @@ def test_inspect_reads_of_a_launch_command_what_it_has_no_flag_for(command, refu
         ("torchrun --nproc_per_node=4 -m wlb_megatron.launch x/p.py --a", Launch(("--a",), 4)),
         (
             "OMP=1 python -m torch.distributed.run --nproc-per-node 2 -m wlb_megatron.launch p.py",
-            Launch((), 2),
+            Launch((), 2, {"OMP": "1"}),
+        ),
+        (
+            "env A=1 B=x=y torchrun --rdzv-endpoint=c p.py --a C=2",
+            Launch(("--a", "C=2"), 1, {"A": "1", "B": "x=y"}),
         ),
         ("torchrun --nproc-per-node gpu p.py --a", Launch(("--a",))),
         ("python p.py --a", Launch(("--a",))),
@@ -82,6 +87,29 @@ def test_inspect_reads_of_a_launch_command_what_it_has_no_flag_for(command, refu
 )
 def test_a_command_is_split_at_its_script(command, launch):
     assert read_launch(command.split()) == launch
+
+
+def test_the_environment_says_whether_one_kernel_multiplies_all_experts(command, monkeypatch):
+    """Set in the command or around it, and only with --moe-grouped-gemm. Else one line says what it would gain."""
+    monkeypatch.delenv(ONE_KERNEL, raising=False)
+    own = "analyze --no-split --search none --iterations 2 --lengths 20,30,64 --kernel-table h200 --"
+    experts = f"{JOB} --num-experts 64 --moe-router-topk 2"
+    steps = {}
+    for number, (before, flags) in enumerate(
+        [("", "--moe-grouped-gemm"), ("env {}=1", "--moe-grouped-gemm"), ("{}=1", ""), ("{}=0", "")]
+    ):
+        code, out, err = command(f"{own} {before.format(ONE_KERNEL)} torchrun p.py {experts} {flags}")
+        assert code == 0, err
+        assert out.count(f"set {ONE_KERNEL}=1 (with") == (number != 1)
+        steps[number] = re.search(r"step, ms.*", out)[0]  # type: ignore[index]
+        if number == 0:
+            gain = float(re.search(r"predicted to be ([\d.]+) times", out)[1])  # type: ignore[index]
+    assert steps[0] == steps[2] == steps[3] != steps[1] and gain > 1.2
+    monkeypatch.setenv(ONE_KERNEL, "1")
+    _, out, _ = command(f"{own} torchrun p.py {experts} --moe-grouped-gemm")
+    assert steps[1] in out
+    _, out, _ = command(f"{own} torchrun p.py {JOB}")
+    assert ONE_KERNEL not in out
 
 
 def test_each_flag_that_is_read_or_noted_is_one_of_megatrons() -> None:

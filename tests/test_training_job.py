@@ -15,7 +15,7 @@ from wlb_megatron.errors import WlbError
 from wlb_megatron.plugin.flags.limits import fullest_stage
 from wlb_megatron.plugin.flags.training_job import TrainingJob
 from wlb_megatron.workload.fit import fit
-from wlb_megatron.workload.model import DeltaNets, Experts
+from wlb_megatron.workload.model import ONE_KERNEL, DeltaNets, Experts
 from wlb_megatron.workload.profile import FORMAT, ProfiledModel, write_profile
 
 MOE = {"num_experts": 8, "moe_ffn_hidden_size": 1024, "moe_router_topk": 2}
@@ -147,6 +147,18 @@ def test_whole_evaluation_is_told_apart_from_what_megatron_is_told():
     args = argparse.Namespace(**VALIDATED)
     assert TrainingJob.of(args, WlbConfig(), full_validation=True).evaluation.full
     assert not TrainingJob.of(args, WlbConfig()).evaluation.full
+
+
+def test_one_kernel_multiplies_all_experts_where_the_environment_says_so(monkeypatch):
+    def one_kernel(**flags: Any) -> bool:
+        experts = training_job(**MOE | flags).model.shape.experts
+        assert experts is not None
+        return experts.one_kernel
+
+    assert not one_kernel(moe_grouped_gemm=True)
+    monkeypatch.setenv(ONE_KERNEL, "1")
+    assert one_kernel(moe_grouped_gemm=True)
+    assert not one_kernel() and not one_kernel(moe_grouped_gemm=True, fp8="hybrid", fp8_recipe="delayed")
 
 
 def test_a_profile_must_be_of_the_jobs_experts(tmp_path):

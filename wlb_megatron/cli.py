@@ -45,7 +45,7 @@ from wlb_megatron.simulator.job_flags import add_job, add_model, add_recompute, 
 from wlb_megatron.simulator.known_models import PRESETS
 from wlb_megatron.simulator.launch_flags import launch_parser, notes_of, read_launch
 from wlb_megatron.whole_files import write_whole
-from wlb_megatron.workload.model import Layout
+from wlb_megatron.workload.model import Layout, one_kernel
 
 MOVED = {
     "simulate": "simulate is part of analyze now: wlb-megatron analyze --no-split --search none, with the same flags",
@@ -87,6 +87,8 @@ class CommandParser(argparse.ArgumentParser):
             args.launched, args.notes = launched, tuple(notes_of(passed_over))
         if hasattr(args, "world_size"):
             args.world_size = args.world_size or launch.world
+        if hasattr(args, "moe_grouped_gemm"):
+            args.one_kernel = one_kernel(args.moe_grouped_gemm, {**os.environ, **launch.environment})
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (see {self.prog} --help)")

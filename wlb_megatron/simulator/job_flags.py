@@ -22,7 +22,7 @@ from wlb_megatron.simulator.known_models import PRESETS, SHAPES
 from wlb_megatron.simulator.model import LayerModel
 from wlb_megatron.workload.assumptions import Assumptions
 from wlb_megatron.workload.cost_model import latent_parameters
-from wlb_megatron.workload.model import RECOMPUTE, DeltaNets, Experts, Layout, Model
+from wlb_megatron.workload.model import ONE_KERNEL, RECOMPUTE, DeltaNets, Experts, Layout, Model
 from wlb_megatron.workload.profile import Profile, ProfiledModel
 
 ITERATIONS, FEWEST, WARM_UP = 100, 4, 16
@@ -171,6 +171,9 @@ def add_experts(parser: argparse.ArgumentParser) -> None:
         ("expert-tensor-parallel-size", "ranks that share one expert (default: --tp)"),
     )
     add_flags(add, GROUP, groups)
+    grouped = f"one call multiplies a rank's experts; with {ONE_KERNEL}=1 in the environment one kernel (default: off)"
+    add_flags(add, SWITCH, [("moe-grouped-gemm", grouped)])
+    parser.set_defaults(one_kernel=False)
     add(
         "--moe-router-load-balancing-type",
         nargs="+",
@@ -552,6 +555,7 @@ def read_experts(dense: Model, args: argparse.Namespace) -> Experts | None:
         round(100 * (args.expert_imbalance or 1.5)),
         args.moe_shared_expert_intermediate_size or 0,
         _dense_layers(args.moe_layer_freq, int(dense.layers)),
+        args.one_kernel,
     )
 
 

@@ -24,7 +24,7 @@ def _dense(layers: int, hidden: int, ffn: int, heads: int, vocab: int) -> str:
 
 
 def _experts(count: int, top_k: int, ffn: int) -> str:
-    return f"--num-experts {count} --moe-router-topk {top_k} --moe-ffn-hidden-size {ffn}"
+    return f"--num-experts {count} --moe-router-topk {top_k} --moe-ffn-hidden-size {ffn} --moe-grouped-gemm"
 
 
 _LATENT = (

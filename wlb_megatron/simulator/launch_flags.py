@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import copy
 import difflib
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 
 from wlb_megatron.config import WlbConfig
@@ -16,9 +16,9 @@ _NAMES = """
 context-parallel-size cpu-offloading-num-layers data-args-path data-path expert-model-parallel-size
 expert-tensor-parallel-size ffn-hidden-size fine-grained-activation-offloading global-batch-size group-query-attention
 hidden-dropout hidden-size hybrid-layer-pattern kv-channels kv-lora-rank micro-batch-size moe-ffn-hidden-size
-moe-layer-freq moe-router-load-balancing-type moe-router-topk moe-shared-expert-intermediate-size mtp-num-layers
-linear-conv-kernel-dim linear-key-head-dim linear-num-key-heads linear-num-value-heads linear-value-head-dim
-multi-latent-attention no-gradient-accumulation-fusion num-attention-heads num-experts num-layers
+moe-grouped-gemm moe-layer-freq moe-router-load-balancing-type moe-router-topk moe-shared-expert-intermediate-size
+mtp-num-layers linear-conv-kernel-dim linear-key-head-dim linear-num-key-heads linear-num-value-heads
+linear-value-head-dim multi-latent-attention no-gradient-accumulation-fusion num-attention-heads num-experts num-layers
 num-layers-per-virtual-pipeline-stage num-query-groups num-virtual-stages-per-pipeline-rank overlap-grad-reduce
 overlap-param-gather per-split-data-args-path pipeline-model-parallel-size q-lora-rank qk-head-dim qk-layernorm
 qk-pos-emb-head-dim recompute-activations recompute-granularity recompute-method recompute-num-layers seed seq-length
@@ -55,10 +55,12 @@ PASSED_OVER = {
 
 @dataclass(frozen=True)
 class Launch:
-    """The flags of the training script. world: GPUs, None where the command does not say."""
+    """The flags of the training script. world: GPUs, None where the command does not say. environment: variables that
+    the command sets (NAME=VALUE, also after env)."""
 
     flags: tuple[str, ...]
     world: int | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 def read_launch(words: Sequence[str]) -> Launch:
@@ -82,7 +84,8 @@ def read_launch(words: Sequence[str]) -> Launch:
         world = int(sizes.nnodes) * int(sizes.nproc_per_node) if runs else None
     except (ValueError, argparse.ArgumentError):  # "gpu", "auto", "1:4", a shell's variable
         world = None
-    return Launch(tuple(words[begin:]), world)
+    sets = dict(word.split("=", 1) for word in starter if "=" in word and not word.startswith("-"))
+    return Launch(tuple(words[begin:]), world, sets)
 
 
 def _script_end(words: Sequence[str]) -> int:

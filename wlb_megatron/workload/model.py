@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 RECOMPUTE = ("none", "selective", "full")
@@ -29,6 +30,7 @@ class Experts:
         imbalance: Assumed tokens of the fullest rank's experts over the mean, in percent.
         shared: Width of the shared experts, which every token passes.
         dense_layers: How many of the model's layers have no experts. They count in the sum of parameters alone.
+        one_kernel: Whether one kernel multiplies all experts of a rank (see one_kernel below), or one each.
     """
 
     count: int
@@ -39,6 +41,17 @@ class Experts:
     imbalance: int = 150
     shared: int = 0
     dense_layers: int = 0
+    one_kernel: bool = False
+
+
+ONE_KERNEL = "NVTE_USE_CUTLASS_GROUPED_GEMM"
+"""The environment variable by which Transformer Engine multiplies all experts of a rank in one kernel if it is 1: on
+Hopper GPUs, in the forward and for the gradients of the input."""
+
+
+def one_kernel(grouped: bool, environment: Mapping[str, str]) -> bool:
+    """Whether it does so. grouped: Megatron's moe_grouped_gemm."""
+    return grouped and environment.get(ONE_KERNEL) == "1"
 
 
 @dataclass(frozen=True, slots=True)

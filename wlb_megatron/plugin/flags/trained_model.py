@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from typing import Any
 
 from wlb_megatron.refusals import delta_nets
 from wlb_megatron.workload.cost_model import latent_parameters
-from wlb_megatron.workload.model import WHOLE, WHOLE_NET, DeltaNets, Experts, Model
+from wlb_megatron.workload.model import WHOLE, WHOLE_NET, DeltaNets, Experts, Model, one_kernel
 
 LARGE_VOCABULARY = 131072
 """Assumed where only the tokenizer knows, which is built after the flags are checked."""
@@ -150,6 +151,7 @@ def _delta_nets(args: Any) -> DeltaNets | None:
 def _experts(args: Any) -> Experts | None:
     if not args.num_experts or not layer_kinds(args)[2]:
         return None
+    grouped = getattr(args, "moe_grouped_gemm", False)
     return Experts(
         args.num_experts,
         args.moe_ffn_hidden_size or args.ffn_hidden_size,
@@ -158,6 +160,7 @@ def _experts(args: Any) -> Experts | None:
         args.moe_router_topk,
         shared=getattr(args, "moe_shared_expert_intermediate_size", None) or 0,
         dense_layers=_dense_layers(args),
+        one_kernel=one_kernel(grouped and not getattr(args, "fp8", None), os.environ),
     )
 
 
