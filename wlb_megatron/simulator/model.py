@@ -18,11 +18,14 @@ from wlb_megatron.sharding.predict import predict_all
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.workload.assumptions import Assumptions
 from wlb_megatron.workload.cost_model import (
+    EXPERT_NS,
+    EXPERT_WAIT_NS,
+    EXPERTS_NS,
+    LAUNCH_NS,
+    ONE_KERNEL_NS,
     CostModel,
-    HostTimes,
     backward_over_forward,
     chunk_ns,
-    host_times,
     stage_launch_ns,
 )
 from wlb_megatron.workload.costs import Costs, micro_batch_cost
@@ -168,7 +171,7 @@ class LayerModel:
         """Nanoseconds of the host to launch a layer; cuts: bool, of ranks that attend to earlier keys."""
         second = np.asarray(cuts, dtype=np.float64)
         exchange = EXCHANGE_LAUNCH if self.layout.context > 1 else 0.0
-        (forward, backward), (extra, back) = self._host_times.launch, (0.0, 0.0)
+        (forward, backward), (extra, back) = self._launches, (0.0, 0.0)
         if self.costs is not None:
             (forward, backward), (extra, back) = self.costs.host, self.costs.host_second
         rerun, pp = self.recompute == "selective", self.layout.pipeline
@@ -180,17 +183,24 @@ class LayerModel:
         )
 
     @property
-    def _host_times(self) -> HostTimes:
-        """A layer's without a profile, launches for --host-launch 1."""
-        launch, (forward, backward) = host_times(self.shape.experts, self.layers)
-        share = self.assumptions.host_launch
-        return HostTimes(launch, (share * forward, share * backward))
+    def _launches(self) -> tuple[float, float]:
+        """Nanoseconds of the host to launch a layer's forward and backward, without a profile."""
+        each = ONE_KERNEL_NS if self._one_kernel else EXPERT_NS
+        forward, backward = (
+            dense + self._routed_share * (layer + self._rank_experts * one)
+            for dense, layer, one in zip(LAUNCH_NS, EXPERTS_NS, each, strict=True)
+        )
+        return forward, backward
 
     @property
     def _routed_share(self) -> float:
         """Layers with experts of all layers."""
         experts = self.shape.experts
         return 0.0 if experts is None else 1 - experts.dense_layers / self.layers
+
+    @property
+    def _one_kernel(self) -> bool:
+        return self.shape.experts is not None and self.shape.experts.one_kernel
 
     @property
     def _rank_experts(self) -> float:
@@ -200,7 +210,7 @@ class LayerModel:
 
     def host_again(self, cuts: npt.ArrayLike) -> FloatArray:
         """Nanoseconds of the host to launch a layer's forward once more, in the backward of a recomputed layer."""
-        forward, extra = self._host_times.launch[0], 0.0
+        forward, extra = self._launches[0], 0.0
         if self.costs is not None:
             forward, extra = self.costs.host[0], self.costs.host_second[0]
         return self.assumptions.host_launch * (forward + np.asarray(cuts, dtype=np.float64) * extra)
@@ -236,9 +246,9 @@ class LayerModel:
         elements = t * (2 * widths / tp / rates.memory_rate * 1e9)
         weights = rates.weight_traffic * shape.layer_parameters / tp / rates.memory_rate * 1e9
         moved, small, more_weights = self._routed_ns(t)
-        wait, wait_back = self._host_times.wait
+        late = rates.host_launch * self._routed_share * self._rank_experts * (not self._one_kernel)
         return Times(
-            products + elements + exchange + moved + small + wait,
+            products + elements + exchange + moved + small + late * EXPERT_WAIT_NS[0],
             2 * products
             + 2 * elements
             + weights
@@ -246,7 +256,7 @@ class LayerModel:
             + EXPERTS_BACK * moved
             + 2 * small
             + more_weights
-            + wait_back,
+            + late * EXPERT_WAIT_NS[1],
         )
 
     def _routed_ns(self, t: FloatArray) -> tuple[FloatArray, float, float]:
@@ -373,7 +383,6 @@ class LayerModel:
             layout.context,
             recompute=repeats,
             layers=max(1, self.layers // layout.pipeline) if layout.pipeline > 1 else None,
-            host=self._host_times,
         )
         forward, backward = (self.assumptions.host_launch * way for way in per_micro_batch.least)
         slower = self.assumptions.slower_row(self.table, layout.context, layout.tensor)

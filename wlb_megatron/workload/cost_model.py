@@ -7,12 +7,9 @@ Ratios to a token's linear work are the same for one layer and for a stage of ma
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-
-from wlb_megatron.workload.model import Experts
 
 UNITS_PER_TOKEN = 1024
 """Work is counted in 1/1024 of the linear cost of a token; int64 holds 9e15 tokens of it."""
@@ -139,13 +136,13 @@ LAUNCH_NS = (2.7e6, 3.3e6)
 EXPERTS_NS = (2.7e6, 2.8e6)
 """What a layer with experts adds to that: from a Qwen3-30B-A3B layer (docs/results/1x_h200/expert_layers.csv)."""
 
-EXPERT_NS, WAIT_NS = (0.1e6, 0.28e6), (0.06e6, 0.04e6)
+EXPERT_NS, EXPERT_WAIT_NS = (0.1e6, 0.28e6), (0.06e6, 0.04e6)
 """What each expert of a rank adds: the host launches two products forward, and backward four and two sums of gradients.
 The device waits for some of that, because Megatron's dispatcher makes the host wait for the device in every layer. From
 steps of one H200 (docs/results/1x_h200/expert_steps.csv)."""
 
 ONE_KERNEL_NS = (0.0, 0.24e6)
-"""The same where one kernel multiplies all experts. Weights' gradients have a product each still; the device does not
+"""The same where one kernel multiplies all experts: weights' gradients have a product each still. The device does not
 wait."""
 
 STAGE_NS = 18e6
@@ -170,26 +167,6 @@ def chunk_ns(width: float, context_ranks: int) -> float:
     It is assumed proportional to rows and heads, of which each rank has its share. Only one rank was measured.
     """
     return CHUNK_NS * width / CHUNK_WIDTH / context_ranks
-
-
-class HostTimes(NamedTuple):
-    """Nanoseconds of a layer's forward and backward. launch: the host's. wait: the device's for the host's launches."""
-
-    launch: tuple[float, float]
-    wait: tuple[float, float]
-
-
-def host_times(experts: Experts | None, layers: int) -> HostTimes:
-    """Those of a layer without a profile, in the mean of `layers`, some of which may have no experts."""
-    if experts is None:
-        return HostTimes(LAUNCH_NS, (0.0, 0.0))
-    routed, count = 1 - experts.dense_layers / layers, experts.count / experts.parallel
-    each, wait = (ONE_KERNEL_NS, (0.0, 0.0)) if experts.one_kernel else (EXPERT_NS, WAIT_NS)
-    forward, backward = (
-        dense + routed * (layer + count * one)
-        for dense, layer, one in zip(LAUNCH_NS, EXPERTS_NS, each, strict=True)
-    )
-    return HostTimes((forward, backward), (routed * count * wait[0], routed * count * wait[1]))
 
 
 def stage_launch_ns(

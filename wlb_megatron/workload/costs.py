@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from wlb_megatron.workload.cost_model import FIXED_NS, HostTimes, chunk_ns, stage_launch_ns, token_ns
+from wlb_megatron.workload.cost_model import FIXED_NS, LAUNCH_NS, chunk_ns, stage_launch_ns, token_ns
 from wlb_megatron.workload.kernel_table import KernelTable, frozen
 
 FloatArray = npt.NDArray[np.float64]
@@ -156,19 +156,17 @@ def micro_batch_cost(
     *,
     recompute: float,
     layers: int | None,
-    host: HostTimes,
 ) -> MicroBatchCost:
     """What a micro-batch costs besides its documents; each context-parallel rank launches for itself.
 
-    costs: a profile's; None: figures of H100 and H200 hosts, and `host`. parameters: a layer's on one tensor-parallel
-    rank. width: its heads x channels. recompute: share of the layers whose backward runs the whole forward again.
-    layers: a pipeline stage's; None: no pipeline.
+    costs: a profile's; None: figures of H100 and H200 hosts. parameters: a layer's on one tensor-parallel rank.
+    width: its heads x channels. recompute: share of the layers whose backward runs the whole forward again. layers: a
+    pipeline stage's; None: no pipeline.
     """
     if costs is not None:
         token, own, launch = costs.token_ns(recompute), costs.fixed_ns(recompute), costs.host
     else:
-        token, launch = token_ns(parameters, recompute), host.launch
-        own = FIXED_NS + sum(host.wait) + recompute * host.wait[0]
+        token, own, launch = token_ns(parameters, recompute), FIXED_NS, LAUNCH_NS
     forward, backward = (context_ranks * way / token for way in stage_launch_ns(launch, recompute, layers))
     return MicroBatchCost(
         context_ranks * own / token,

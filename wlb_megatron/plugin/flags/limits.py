@@ -20,7 +20,6 @@ from wlb_megatron.workload.cost_model import (
     CostModel,
     backward_over_forward,
     document_cost,
-    host_times,
     quadratic_at,
     with_windows,
 )
@@ -77,7 +76,6 @@ def micro_batch_cost(job: TrainingJob) -> MicroBatchCost:
         sizes.context,
         recompute=job.recomputed_share,
         layers=max(1, model.layers // sizes.pipeline) if sizes.pipeline > 1 else None,
-        host=host_times(model.shape.experts, model.layers),
     )
 
 
