@@ -44,7 +44,12 @@ def first_lines(source: Source, backend: str, steps: int | None = None) -> Itera
     if job.trains:
         yield from _of_recomputation(source)
     experts, on_gpu = job.model.shape.experts, job.trains and job.device.on_gpu
-    if on_gpu and experts and not experts.one_kernel and torch.cuda.get_device_capability()[0] == 9:
+    if (
+        on_gpu
+        and experts
+        and not experts.one_kernel
+        and torch.cuda.get_device_capability(job.device.index)[0] == 9
+    ):
         yield (
             f"experts are multiplied one by one: {ONE_KERNEL}=1 (with --moe-grouped-gemm, bf16) is faster on this GPU; "
             "wlb-megatron analyze predicts the gain"
