@@ -350,7 +350,7 @@ def _step_ms(row: dict[str, str]) -> float:
 
     def step(of: LayerModel, attention: float) -> float:
         times = np.full((*tokens.shape, context), attention)
-        return float(run_steps(tokens, Times(times / 3, 2 * times / 3), of, blocking=True).steps[0]) / 1e6
+        return float(run_steps(tokens, Times(times / 3, 2 * times / 3), of).steps[0]) / 1e6
 
     none, some = step(ahead, 0.0), step(ahead, 1e6)
     return step(model, (float(row["predicted_before_ms"]) - none) / (some - none) * 1e6)
