@@ -106,7 +106,8 @@ OF_LAUNCH_COMMANDS = """data-path data-args-path per-split-data-args-path split 
     overlap-param-gather no-gradient-accumulation-fusion untie-embeddings-and-output-weights train-iters
     train-samples multi-latent-attention q-lora-rank kv-lora-rank qk-head-dim linear-num-key-heads
     linear-num-value-heads linear-key-head-dim linear-value-head-dim linear-conv-kernel-dim qk-pos-emb-head-dim
-    v-head-dim moe-shared-expert-intermediate-size expert-imbalance moe-layer-freq moe-grouped-gemm"""
+    v-head-dim moe-shared-expert-intermediate-size expert-imbalance moe-layer-freq moe-grouped-gemm
+    moe-permute-fusion"""
 """See test_launch_command.py."""
 
 

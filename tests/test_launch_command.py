@@ -100,7 +100,9 @@ def test_the_environment_says_whether_one_kernel_multiplies_all_experts(command,
     ):
         code, out, err = command(f"{own} {before.format(ONE_KERNEL)} torchrun p.py {experts} {flags}")
         assert code == 0, err
-        assert out.count(f"set {ONE_KERNEL}=1 (with") == (number != 1)
+        assert out.count(f"set --moe-permute-fusion and {ONE_KERNEL}=1 with --moe-grouped-gemm") == (
+            number != 1
+        )
         steps[number] = re.search(r"step, ms.*", out)[0]  # type: ignore[index]
         if number == 0:
             gain = float(re.search(r"predicted to be ([\d.]+) times", out)[1])  # type: ignore[index]
@@ -108,6 +110,8 @@ def test_the_environment_says_whether_one_kernel_multiplies_all_experts(command,
     monkeypatch.setenv(ONE_KERNEL, "1")
     _, out, _ = command(f"{own} torchrun p.py {experts} --moe-grouped-gemm")
     assert steps[1] in out
+    _, out, _ = command(f"{own} torchrun p.py {experts} --moe-grouped-gemm --moe-permute-fusion")
+    assert "times as fast" not in out
     _, out, _ = command(f"{own} torchrun p.py {JOB}")
     assert ONE_KERNEL not in out
 

@@ -338,7 +338,9 @@ def _step_ms(row: dict[str, str]) -> float:
     """A step of the row's micro-batches, whose attention takes what is left of the row's prediction by the device alone
     (predicted_before_ms)."""
     tensor, context, _, data = map(int, row["layout"].split(","))
-    experts = Experts(128, 768, int(row["expert_parallel"]), chosen=8, one_kernel=row["one_kernel"] == "1")
+    one_kernel, fused = (row[name] == "1" for name in ("one_kernel", "permute_fusion"))
+    parallel = int(row["expert_parallel"])
+    experts = Experts(128, 768, parallel, chosen=8, one_kernel=one_kernel, fused_permutation=fused)
     model = LayerModel(
         shape=replace(QWEN, experts=experts),
         layout=Layout(tensor=tensor, context=context, data=data, distributed_optimizer=True),
@@ -370,7 +372,7 @@ def test_steps_with_experts_take_about_what_was_measured() -> None:
         run = (*(row[name] for name in ("layout", "window", "one_kernel", "permute_fusion", "scheme")),)
         errors.setdefault(run, []).append((before, after))
     means = {run: np.mean(pairs, axis=0) for run, pairs in errors.items()}
-    assert len(rows) == 69 and len(means) == 11
+    assert len(rows) == 81 and len(means) == 13
     for run, (before, after) in means.items():
         one_gpu, plain = run[0] == "1,1,1,1", run[-1] == "plain-none"
         assert after < (0.05 if plain else 0.125 if one_gpu else 0.10), (run, before, after)

@@ -28,7 +28,6 @@ from wlb_megatron.pipeline.kept_layers import recomputed_array
 from wlb_megatron.sharding.select import shard_all
 from wlb_megatron.simulator.iteration import Simulated, perfectly_balanced, simulate
 from wlb_megatron.simulator.job import Job, Run
-from wlb_megatron.workload.model import ONE_KERNEL
 
 NOISE = 0.01
 """Settings are recommended over arrival order, and other settings over the user's, only if they gain more than this
@@ -262,7 +261,7 @@ def analyze(
             equal_weights=weighs_equally(config, packer),
             before=measured(before),
             after=measured(after),
-            messages=(*after.messages, *_one_kernel(job, after)),
+            messages=(*after.messages, *_faster_experts(job, after)),
             unmasked=_unmasked(job),
             balanced=_balanced(job, after),
             memory=fits(job.gpu, in_chunks=chunked),
@@ -393,19 +392,20 @@ def _trade(config: WlbConfig, job: Job, runs: _Runs, first: Outcome, after: Run)
     return Trade(choice, rival, flag) if rival[0] > choice[0] * (1 + NOISE) else None
 
 
-def _one_kernel(job: Job, run: Run) -> list[str]:
-    """A line on the setting by which one kernel multiplies all experts, where it is not set and gains."""
+def _faster_experts(job: Job, run: Run) -> list[str]:
+    """A line on the settings with which experts train faster, where they are not set and gain."""
     model, shards = job.model, run.shards
-    experts, hopper = model.shape.experts, re.search("H[12]00", model.measured.device)
-    if experts is None or experts.one_kernel or model.costs is not None or shards is None or not hopper:
+    experts = model.shape.experts
+    hopper = re.search("H[12]00", model.measured.device) is not None
+    settings = experts.faster_settings(hopper) if experts else ""
+    if experts is None or not settings or model.costs is not None or shards is None:
         return []
-    shape = replace(model.shape, experts=replace(experts, one_kernel=True))
+    better = replace(experts, one_kernel=hopper or experts.one_kernel, fused_permutation=True)
     repeats = None if run.kept is None else [recomputed_array(step) for step in run.kept]
-    orders = job.orders(run.plans[job.warm_up :])
+    orders, shape = job.orders(run.plans[job.warm_up :]), replace(model.shape, experts=better)
     faster = simulate(shards, replace(model, shape=shape), orders=orders, recomputed=repeats)
     gain = run.timed.ns_per_token / faster.ns_per_token
-    line = f"set {ONE_KERNEL}=1 (with --moe-grouped-gemm): predicted to be {gain:.2f} times as fast, by one kernel"
-    return [f"{line} for all experts"] if gain >= 1 + NOISE else []
+    return [f"set {settings}: predicted to be {gain:.2f} times as fast"] if gain >= 1 + NOISE else []
 
 
 def _balanced(job: Job, run: Run) -> float:

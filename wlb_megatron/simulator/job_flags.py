@@ -172,7 +172,8 @@ def add_experts(parser: argparse.ArgumentParser) -> None:
     )
     add_flags(add, GROUP, groups)
     grouped = f"one call multiplies a rank's experts; with {ONE_KERNEL}=1 in the environment one kernel (default: off)"
-    add_flags(add, SWITCH, [("moe-grouped-gemm", grouped)])
+    permuted = "one kernel each orders tokens by expert and back (default: off)"
+    add_flags(add, SWITCH, [("moe-grouped-gemm", grouped), ("moe-permute-fusion", permuted)])
     parser.set_defaults(one_kernel=False)
     add(
         "--moe-router-load-balancing-type",
@@ -556,6 +557,7 @@ def read_experts(dense: Model, args: argparse.Namespace) -> Experts | None:
         args.moe_shared_expert_intermediate_size or 0,
         _dense_layers(args.moe_layer_freq, int(dense.layers)),
         args.one_kernel,
+        args.moe_permute_fusion,
     )
 
 

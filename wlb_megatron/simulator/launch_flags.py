@@ -16,8 +16,9 @@ _NAMES = """
 context-parallel-size cpu-offloading-num-layers data-args-path data-path expert-model-parallel-size
 expert-tensor-parallel-size ffn-hidden-size fine-grained-activation-offloading global-batch-size group-query-attention
 hidden-dropout hidden-size hybrid-layer-pattern kv-channels kv-lora-rank micro-batch-size moe-ffn-hidden-size
-moe-grouped-gemm moe-layer-freq moe-router-load-balancing-type moe-router-topk moe-shared-expert-intermediate-size
-mtp-num-layers linear-conv-kernel-dim linear-key-head-dim linear-num-key-heads linear-num-value-heads
+moe-grouped-gemm moe-layer-freq moe-permute-fusion moe-router-load-balancing-type moe-router-topk
+moe-shared-expert-intermediate-size mtp-num-layers linear-conv-kernel-dim linear-key-head-dim
+linear-num-key-heads linear-num-value-heads
 linear-value-head-dim multi-latent-attention no-gradient-accumulation-fusion num-attention-heads num-experts num-layers
 num-layers-per-virtual-pipeline-stage num-query-groups num-virtual-stages-per-pipeline-rank overlap-grad-reduce
 overlap-param-gather per-split-data-args-path pipeline-model-parallel-size q-lora-rank qk-head-dim qk-layernorm

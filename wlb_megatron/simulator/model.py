@@ -185,7 +185,8 @@ class LayerModel:
     @property
     def _launches(self) -> tuple[float, float]:
         """Nanoseconds of the host to launch a layer's forward and backward, without a profile."""
-        each = ONE_KERNEL_NS if self._one_kernel else EXPERT_NS
+        experts = self.shape.experts
+        each = ONE_KERNEL_NS if experts is not None and experts.one_kernel else EXPERT_NS
         forward, backward = (
             dense + self._routed_share * (layer + self._rank_experts * one)
             for dense, layer, one in zip(LAUNCH_NS, EXPERTS_NS, each, strict=True)
@@ -197,10 +198,6 @@ class LayerModel:
         """Layers with experts of all layers."""
         experts = self.shape.experts
         return 0.0 if experts is None else 1 - experts.dense_layers / self.layers
-
-    @property
-    def _one_kernel(self) -> bool:
-        return self.shape.experts is not None and self.shape.experts.one_kernel
 
     @property
     def _rank_experts(self) -> float:
@@ -246,7 +243,8 @@ class LayerModel:
         elements = t * (2 * widths / tp / rates.memory_rate * 1e9)
         weights = rates.weight_traffic * shape.layer_parameters / tp / rates.memory_rate * 1e9
         moved, small, more_weights = self._routed_ns(t)
-        late = rates.host_launch * self._routed_share * self._rank_experts * (not self._one_kernel)
+        waits = experts is not None and not experts.fused_permutation
+        late = rates.host_launch * self._routed_share * self._rank_experts * waits
         return Times(
             products + elements + exchange + moved + small + late * EXPERT_WAIT_NS[0],
             2 * products

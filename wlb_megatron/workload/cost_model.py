@@ -136,14 +136,14 @@ LAUNCH_NS = (2.7e6, 3.3e6)
 EXPERTS_NS = (2.7e6, 2.8e6)
 """What a layer with experts adds to that: from a Qwen3-30B-A3B layer (docs/results/1x_h200/expert_layers.csv)."""
 
-EXPERT_NS, EXPERT_WAIT_NS = (0.1e6, 0.28e6), (0.06e6, 0.04e6)
-"""What each expert of a rank adds: the host launches two products forward, and backward four and two sums of gradients.
-The device waits for some of that, because Megatron's dispatcher makes the host wait for the device in every layer. From
-steps of one H200 (docs/results/1x_h200/expert_steps.csv)."""
+EXPERT_NS, ONE_KERNEL_NS = (0.1e6, 0.28e6), (0.0, 0.24e6)
+"""What each expert of a rank adds: two products forward, four and two sums of gradients backward. Where one kernel
+multiplies all experts, weights' gradients have a product each still. From steps of one H200
+(docs/results/1x_h200/expert_steps.csv)."""
 
-ONE_KERNEL_NS = (0.0, 0.24e6)
-"""The same where one kernel multiplies all experts: weights' gradients have a product each still. The device does not
-wait."""
+EXPERT_WAIT_NS = (0.06e6, 0.04e6)
+"""For how much of that the device waits, an expert, without --moe-permute-fusion: Megatron's permutation then makes the
+host wait for the device in every layer. From the same steps."""
 
 STAGE_NS = 18e6
 """The host's time per micro-batch on a pipeline stage outside its layers (ns), forward and backward: draws, transfers.

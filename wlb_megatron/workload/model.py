@@ -31,6 +31,7 @@ class Experts:
         shared: Width of the shared experts, which every token passes.
         dense_layers: How many of the model's layers have no experts. They count in the sum of parameters alone.
         one_kernel: Whether one kernel multiplies all experts of a rank (see one_kernel below), or one each.
+        fused_permutation: Megatron's moe_permute_fusion.
     """
 
     count: int
@@ -42,6 +43,13 @@ class Experts:
     shared: int = 0
     dense_layers: int = 0
     one_kernel: bool = False
+    fused_permutation: bool = False
+
+    def faster_settings(self, hopper: bool) -> str:
+        """What is not set and was measured to train faster (docs/measured.md); hopper: on such GPUs. "" if nothing."""
+        kernel = f"{ONE_KERNEL}=1 with --moe-grouped-gemm and bf16"
+        missing = {"--moe-permute-fusion": not self.fused_permutation, kernel: hopper and not self.one_kernel}
+        return " and ".join(setting for setting, lacks in missing.items() if lacks)
 
 
 ONE_KERNEL = "NVTE_USE_CUTLASS_GROUPED_GEMM"

@@ -114,7 +114,7 @@ class TransformerEngineKernels:
             raise WlbError(
                 "cuDNN's deterministic backward takes 2 bytes for each head, each document and each pair of tokens of "
                 "the longest one: use flash-attn-4 (--wlb-kernels fa4), or drop --deterministic-mode and "
-                f"NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 ({str(error).splitlines()[0]})"
+                f"NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 ({'. '.join(str(error).split('. ')[:2])})"
             ) from None
         if not form.packed:
             dq, dk, dv = (x.flatten(0, 1) for x in (dq, dk, dv))

@@ -161,6 +161,7 @@ def _experts(args: Any) -> Experts | None:
         shared=getattr(args, "moe_shared_expert_intermediate_size", None) or 0,
         dense_layers=_dense_layers(args),
         one_kernel=one_kernel(grouped and not getattr(args, "fp8", None), os.environ),
+        fused_permutation=getattr(args, "moe_permute_fusion", False),
     )
 
 

@@ -18,7 +18,6 @@ from wlb_megatron.plugin.plans.source import Source
 from wlb_megatron.registry import KERNELS
 from wlb_megatron.workload.cost_model import UNITS_PER_TOKEN
 from wlb_megatron.workload.memory import GIB
-from wlb_megatron.workload.model import ONE_KERNEL
 from wlb_megatron.workload.profile import Profile, host_name
 
 
@@ -43,17 +42,11 @@ def first_lines(source: Source, backend: str, steps: int | None = None) -> Itera
         yield _of_delay(packer, equal=weighs_equally(source.config, packer))
     if job.trains:
         yield from _of_recomputation(source)
-    experts, on_gpu = job.model.shape.experts, job.trains and job.device.on_gpu
-    if (
-        on_gpu
-        and experts
-        and not experts.one_kernel
-        and torch.cuda.get_device_capability(job.device.index)[0] == 9
-    ):
-        yield (
-            f"experts are multiplied one by one: {ONE_KERNEL}=1 (with --moe-grouped-gemm, bf16) is faster on this GPU; "
-            "wlb-megatron analyze predicts the gain"
-        )
+    experts = job.model.shape.experts
+    if job.trains and job.device.on_gpu and experts:
+        hopper = torch.cuda.get_device_capability(job.device.index)[0] == 9
+        if settings := experts.faster_settings(hopper):
+            yield f"experts train faster with {settings}; wlb-megatron analyze predicts the gain"
     if job.profile is not None:
         yield _of_profile(job.profile, job)
     elif (name := job.kernels()[0]) in KERNELS and name != backend:
