@@ -36,9 +36,13 @@ class PlanTimes:
     quick: bool = False
 
     def __call__(self, plans: Sequence[IterationPlan]) -> npt.NDArray[np.float64]:
-        """float[n]: nanoseconds of each iteration. Its plans may be of fewer data-parallel ranks than the job has."""
-        dp = len(plans[0].micro_batches[0])
-        model = replace(self.model, layout=replace(self.model.layout, data=dp))
+        """float[n]: nanoseconds of each iteration. Its plans may be of fewer data-parallel ranks than the job has.
+
+        What only a rank's environment says does not count, because all ranks must choose alike.
+        """
+        shape, dp = self.model.shape, len(plans[0].micro_batches[0])
+        shape = replace(shape, experts=shape.experts and replace(shape.experts, one_kernel=False))
+        model = replace(self.model, shape=shape, layout=replace(self.model.layout, data=dp))
         return replace(self, model=model, quick=True).simulated(plans)[0].steps
 
     def simulated(self, plans: Sequence[IterationPlan]) -> tuple[Simulated, Shards, Kept | None]:
