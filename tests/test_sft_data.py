@@ -416,4 +416,5 @@ def test_sft_index_takes_a_job_s_flags_in_their_own_names(tmp_path, tokenizer, c
     assert list((tmp_path / "cache").rglob("*.mask"))
     for missing in (str(tmp_path / "absent"), "nobody/absent", "absent"):  # the last two the hub could have
         assert main([*command, "--tokenizer-model", missing]) == 2
-        assert f"there is no folder {missing}: correct --tokenizer-model" in capsys.readouterr().err
+        cure = "correct --tokenizer-model, or download it first"
+        assert f"there is no folder {missing}: {cure}" in capsys.readouterr().err

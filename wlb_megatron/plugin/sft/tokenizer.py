@@ -169,7 +169,7 @@ def _load(tokenizing: Tokenizing) -> Any:
     folder = Path(tokenizing.tokenizer)
     try:
         if not folder.is_dir() and not _cached(tokenizing.tokenizer):
-            raise WlbError(f"there is no folder {folder}: correct --tokenizer-model")
+            raise WlbError(f"there is no folder {folder}: correct --tokenizer-model, or download it first")
         return SFTTokenizer(tokenizing.tokenizer, tokenizing.prompt_format)
     except ImportError:
         raise WlbError(f"Megatron's SFT tokenizer needs transformers: {install('sft')}") from None
