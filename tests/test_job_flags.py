@@ -276,3 +276,14 @@ def test_a_dry_run_of_flags_that_are_refused_exits_with_2_and_the_line(flags, li
     done = dry_run(f"{launched} {flags}")
     assert done.returncode == 2, done.stdout[-500:]
     assert line in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr
+
+
+def test_a_dry_run_leaves_the_choice_of_megatron_to_the_script():
+    """A checkout's script puts its folder first on the path: what is imported earlier would come from elsewhere."""
+    code = """
+import sys
+from wlb_megatron.launch import dry_run
+dry_run(["--wlb-world-size", "2"], lambda: print([name for name in sys.modules if name.startswith("megatron")]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, cwd=ROOT)
+    assert done.stdout == "[]\n", done.stderr[-2000:]

@@ -358,6 +358,7 @@ try:
     install._locate("megatron.training.arguments:parse_argz")
 except Refused as error:
     assert "parse_argz" in str(error) and "0.19.2" in str(error), error
+    assert str(type(error)(str(error))) == str(error)  # as a rank prints it that is chosen to
 else:
     raise SystemExit("not refused")
 """

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 from wlb_megatron.errors import fatal
 from wlb_megatron.plugin.launch import main
+from wlb_megatron.refusals import DryRunPassed, Refused
 
 
 def run_or_check(run: Callable[[], None]) -> None:
@@ -32,9 +33,6 @@ def dry_run(arguments: Sequence[str], run: Callable[[], None]) -> int:
         return 0  # rank 0 speaks for all
     os.environ.update(WORLD_SIZE=str(world), RANK="0", LOCAL_RANK="0")
     _stand_in_for_gpu()
-    from wlb_megatron.plugin.take_over import DryRunPassed
-    from wlb_megatron.refusals import Refused
-
     try:
         run()
     except DryRunPassed:

@@ -32,6 +32,10 @@ class RefusedHere(Refused):
     """Refused for a file or a GPU of this rank; another rank of the same node may pass."""
 
 
+class DryRunPassed(Exception):
+    """Megatron and the plugin take the flags of a --wlb-dry-run. args: Megatron's arguments, validated and set."""
+
+
 @dataclass(frozen=True, slots=True)
 class Refusal:
     """`applies(args, config)` on Megatron's validated args; `flag` and `cure` make the message."""

@@ -87,11 +87,12 @@ def describe() -> str:
 class _Misfit(Refused):
     """A symbol that is missing, or takes other parameters."""
 
-    def __init__(self, what: str) -> None:
-        super().__init__(
-            f"the plugin does not fit this Megatron ({megatron_version()}): {what}. Install a version that was tried "
-            f"({tried_versions()})"
-        )
+
+def _misfit(what: str) -> _Misfit:
+    return _Misfit(
+        f"the plugin does not fit this Megatron ({megatron_version()}): {what}. Install a version that was tried "
+        f"({tried_versions()})"
+    )
 
 
 def locate(hook: Hook) -> tuple[Any, str]:
@@ -100,7 +101,7 @@ def locate(hook: Hook) -> tuple[Any, str]:
     parameters = inspect.signature(_function(getattr(owner, name))).parameters
     missing = [parameter for parameter in hook.takes if parameter not in parameters]
     if missing:
-        raise _Misfit(
+        raise _misfit(
             f"{hook.place} takes ({', '.join(parameters)}), not "
             f"{', '.join(missing)}, which wlb_megatron relies on"
         )
@@ -139,5 +140,5 @@ def _locate(place: str) -> tuple[Any, str]:
                 f"megatron-core {megatron_version()} needs the package {package}, which is not installed: "
                 f"pip install {_DISTRIBUTIONS.get(package, package)}"
             ) from missing
-        raise _Misfit(f"there is no {place}, which wlb_megatron replaces ({missing})") from missing
+        raise _misfit(f"there is no {place}, which wlb_megatron replaces ({missing})") from missing
     return owner, name

@@ -35,7 +35,7 @@ from wlb_megatron.plugin.plans.source import Source, open_sources
 from wlb_megatron.plugin.sft.indexed import with_targets
 from wlb_megatron.plugin.step.multi_token import refuse_other_form
 from wlb_megatron.plugin.trials.megatron_trial import try_delta_nets, try_transformer_engine
-from wlb_megatron.refusals import Refused, RefusedHere, refuse_unsupported
+from wlb_megatron.refusals import DryRunPassed, Refused, RefusedHere, refuse_unsupported
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,10 +161,6 @@ def _take_over(args: Any) -> None:
     _set_what_plans_need(args, opened_job.job)
     if args.wlb_dry_run:
         raise DryRunPassed(args)
-
-
-class DryRunPassed(Exception):
-    """Megatron and the plugin take the flags of a --wlb-dry-run. args: Megatron's arguments, validated and set."""
 
 
 ASSUMED_GIB = 80.0
