@@ -124,14 +124,13 @@ def notes_of(unknown: Sequence[str]) -> list[str]:
     unknown: the words that the parser did not take.
     """
     flags = dict.fromkeys(word.split("=")[0] for word in unknown)
-    others = {flag for flag in flags if flag.startswith("--wlb-")} - {
-        f"--wlb-{setting.name.replace('_', '-')}" for setting in fields(WlbConfig)
-    }
-    unread = [flag for flag in flags if flag not in MEGATRON]
-    near = {flag: difflib.get_close_matches(flag, sorted(MEGATRON), n=1, cutoff=0.9) for flag in unread}
+    settings = {f"--wlb-{setting.name.replace('_', '-')}" for setting in fields(WlbConfig)}
+    others = [flag for flag in flags if flag.startswith("--wlb-") and flag not in settings]
+    unread = [flag for flag in flags if flag not in MEGATRON | settings]
+    names = sorted(MEGATRON | settings)
+    near = {flag: difflib.get_close_matches(flag, names, n=1, cutoff=0.9) for flag in unread}
     # Without --, for which a message would have the commands' own name.
-    notes = {
-        flag: f"did you mean {name[2:]}?" for flag, names in near.items() for name in names
-    } | PASSED_OVER
-    notes |= dict.fromkeys(others, "wlb_megatron has no such flag in this release")
+    notes = dict.fromkeys(others, "wlb_megatron has no such flag in this release")
+    notes |= {flag: f"did you mean {name[2:]}?" for flag, nearest in near.items() for name in nearest}
+    notes |= PASSED_OVER
     return [f"note: {flag} is not predicted: {notes[flag]}" for flag in flags if flag in notes]
