@@ -78,6 +78,10 @@ def test_an_interrupted_profile_goes_on_where_it_was(tmp_path, profile_path, cap
     samples = json.loads(out.read_text())["samples"]
     assert samples[0]["forward"][0] == 123456789 and len(samples) == len(profiled["samples"])
     assert not partial.exists()
+    out.write_text(before := out.read_text() + "\n")
+    assert main(["profile", "--refit", str(out), "--out", str(tmp_path / "again.json")]) == 0
+    again = json.loads((tmp_path / "again.json").read_text())
+    assert out.read_text() == before and again["samples"] == samples
 
 
 @pytest.mark.parametrize("other", ["another model", "{"])

@@ -38,7 +38,8 @@ def add_profile(parser: argparse.ArgumentParser) -> None:
     add(
         "--refit",
         metavar="PATH",
-        help="fit the measurements of this profile again and write it back, without measuring (default: measure)",
+        help="fit the measurements of this profile again, without measuring, and write it to --out, else back "
+        "(default: measure)",
     )
     add_model(parser)
     add_experts(parser)
@@ -72,7 +73,7 @@ def add_profile(parser: argparse.ArgumentParser) -> None:
 
 def run_profile(args: argparse.Namespace) -> None:
     if args.refit is not None:
-        _fit_and_write(Path(args.refit), read_samples(args.refit))
+        _fit_and_write(Path(args.out or args.refit), read_samples(args.refit))
         return
     if args.out is None:
         raise WlbError("profile writes a file: give --out PATH")
