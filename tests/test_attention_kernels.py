@@ -152,9 +152,7 @@ def test_the_check_of_kernels_accepts_what_is_right_and_calls_every_form(asked):
 
 
 @pytest.mark.parametrize(("deterministic", "error"), [(True, WlbError), (False, torch.OutOfMemoryError)])
-def test_memory_that_runs_out_in_a_deterministic_backward_names_what_takes_it(
-    asked, monkeypatch, deterministic, error
-):
+def test_memory_that_a_deterministic_backward_lacks_is_explained(asked, monkeypatch, deterministic, error):
     def full(*_, **__):
         raise torch.OutOfMemoryError("Out of memory. Tried to allocate 256.50 GiB. GPU 0 has 5 GiB.")
 

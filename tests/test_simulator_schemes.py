@@ -136,14 +136,11 @@ def test_analyze_tells_both_ways_and_writes_a_trace(tmp_path, capsys):
     end_ms = max(e["ts"] + e["dur"] for e in events if e["ph"] == "X") / 1e3
     slowest = json.loads(figures.read_text())["results"]["after"]["step_ms"]["max"]
     assert 0.9 * slowest < end_ms <= slowest
-    for command, instead in (
-        ("simulate", "wlb-megatron analyze --no-split --search none"),
-        ("reproduce", "python -m scripts.reproduce"),
-        ("corpus", "python -m scripts.corpus"),
-    ):
+    instead = ("wlb-megatron analyze --no-split --search none", "-m scripts.reproduce", "-m scripts.corpus")
+    for command, cure in zip(("simulate", "reproduce", "corpus"), instead, strict=True):
         assert main([command, "--model", "550M"]) == 2
         printed = capsys.readouterr().err
-        assert instead in printed and printed.count("\n") == 1
+        assert cure in printed and printed.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import ast
 import dataclasses
 import importlib.util
 import math
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -335,8 +334,6 @@ def test_kept_activations_of_a_7b_gpt_agree_with_megatrons_formula_within_three_
 
 
 # --- bad input ---
-
-fit_all = partial(fit_max_tokens, SMALL, Layout(), window=64, alignment=1)
 
 
 @pytest.mark.parametrize(
