@@ -270,6 +270,7 @@ def test_a_dry_run_prints_what_is_set_and_what_analyze_predicts(launched, printe
         ("--wlb-world-size 24", "global_batch_size"),
         ("--wlb-world-size 8 --attention-dropout 0.1", "--attention-dropout"),
         ("", "--wlb-dry-run needs --wlb-world-size"),
+        ("--wlb-world-size abc", "a whole number from 1"),
     ],
 )
 def test_a_dry_run_of_flags_that_are_refused_exits_with_2_and_the_line(flags, line, launched):

@@ -27,7 +27,10 @@ def dry_run(arguments: Sequence[str], run: Callable[[], None]) -> int:
     """
     world = _world_size(arguments)
     if world is None:
-        print(fatal("--wlb-dry-run needs --wlb-world-size, the GPUs of the job"), file=sys.stderr)
+        print(
+            fatal("--wlb-dry-run needs --wlb-world-size, the GPUs of the job: a whole number from 1"),
+            file=sys.stderr,
+        )
         return 2
     if int(os.environ.get("RANK", "0")) > 0:
         return 0  # rank 0 speaks for all

@@ -412,8 +412,13 @@ def _ending(analysis: Analysis) -> list[str]:
             takes = f"{capacity}, {windows}" if memory.micro_batch else windows
             ready = "flags, once it fits"
             lines.append(f"does not fit {memory.gib:g} GiB a GPU, which holds {takes}:")
+            sizes = (
+                "--tp, --cp, --pp or --expert-model-parallel-size"
+                if job.model.shape.experts
+                else "--tp, --cp or --pp"
+            )
             lines.append(
-                "raise --tp, --cp or --pp, use --recompute full, or give --gpu-memory to plan as training would there"
+                f"raise {sizes}, use --recompute full, or give --gpu-memory to plan as training would there"
             )
         else:
             lines.append(f"fits {memory.gib:g} GiB a GPU: {capacity}")
