@@ -20,6 +20,7 @@ from wlb_megatron.workload.assumptions import Assumptions
 from wlb_megatron.workload.cost_model import (
     EXPERT_NS,
     EXPERT_WAIT_NS,
+    EXPERTS_EXCHANGE_NS,
     EXPERTS_NS,
     LAUNCH_NS,
     ONE_KERNEL_NS,
@@ -187,8 +188,9 @@ class LayerModel:
         """Nanoseconds of the host to launch a layer's forward and backward, without a profile."""
         experts = self.shape.experts
         each = ONE_KERNEL_NS if experts is not None and experts.one_kernel else EXPERT_NS
+        exchange = EXPERTS_EXCHANGE_NS if experts is not None and experts.parallel > 1 else 0.0
         forward, backward = (
-            dense + self._routed_share * (layer + self._rank_experts * one)
+            dense + self._routed_share * (layer + exchange + self._rank_experts * one)
             for dense, layer, one in zip(LAUNCH_NS, EXPERTS_NS, each, strict=True)
         )
         return forward, backward

@@ -141,6 +141,10 @@ EXPERT_NS, ONE_KERNEL_NS = (0.1e6, 0.28e6), (0.0, 0.24e6)
 multiplies all experts, weights' gradients have a product each still. From steps of one H200
 (docs/results/1x_h200/expert_steps.csv)."""
 
+EXPERTS_EXCHANGE_NS = 7e6
+"""What exchanging rows with the experts of other ranks adds to each way of such a layer's launch: EP2 on two hosts, one
+a fifth slower than this and one faster (docs/results/2x_h200/expert_steps.csv, runs 2 and 3)."""
+
 EXPERT_WAIT_NS = (0.06e6, 0.04e6)
 """For how much of that the device waits, an expert, without --moe-permute-fusion: Megatron's permutation then makes the
 host wait for the device in every layer. From the same steps."""
