@@ -181,7 +181,7 @@ def test_a_summary_counts_documents_once_and_their_chunks():
     summary = Summariser().summarise(IterationPlan(4, arrived, grid, ()))
     assert (summary.documents, summary.documents_in_chunks) == (5, 2)
     assert (summary.chunks, summary.longest_group) == (5, 3)
-    assert (summary.tokens, summary.delayed) == (27, 0)
+    assert (summary.tokens, summary.delayed, summary.work) == (27, 0, 6 * 5 / 1024)
     assert documents_in_chunks(rows) == [7, 7, 7] and documents_in_chunks(other) == [8, 8, -1]
 
 

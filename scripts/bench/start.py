@@ -104,8 +104,7 @@ def run(
 
     options: out, model, extra, layers, seq_length, global_batch_size, iterations, warm_up, script, warm_ranks, spans.
     Rows have ms, loss, gradient norm, tokens (with the plugin), the run's peak memory (MB), and start_s: seconds from
-    its start to the end of step 1. work: in tokens of linear work, tokens and what their attention weighs
-    (metrics.work_per_rank), of the first data-parallel rank's micro-batches. waiting_tokens: of documents held back
+    its start to the end of step 1. work: of all ranks, in tokens of linear work. waiting_tokens: of documents held back
     after the iteration.
     """
     figures, log = options.out / f"{name}.jsonl", options.out / f"{name}.log"
@@ -155,7 +154,7 @@ def run(
             "loss": float(step[3]),
             "grad_norm": float(step[4]),
             "tokens": figures_of(step).get("tokens", window),
-            "work": sum(figures_of(step).get("micro_batch_work", [float("nan")])),
+            "work": figures_of(step).get("work", float("nan")),
             "imbalance": figures_of(step).get("imbalance", float("nan")),
             "step_over_ideal": figures_of(step).get("step_over_ideal", float("nan")),
             "micro_batches": figures_of(step).get("micro_batches", options.global_batch_size),

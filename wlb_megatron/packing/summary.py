@@ -8,12 +8,14 @@ from dataclasses import dataclass
 
 from wlb_megatron.packing.saved_pieces import Waiting
 from wlb_megatron.plan import IterationPlan, Piece
+from wlb_megatron.workload.cost_model import UNITS_PER_TOKEN
 
 
 @dataclass(frozen=True, slots=True)
 class PlanSummary:
     """One iteration's figures.
 
+    * work: of all data-parallel ranks (tokens of linear work).
     * imbalance: work, max/mean over all micro-batches of all data-parallel ranks. dp_imbalance: the same over
       data-parallel ranks.
     * step_over_ideal: predicted time of the step over that of the same work spread evenly, with no bubble.
@@ -38,6 +40,7 @@ class PlanSummary:
     documents_in_chunks: int = 0
     chunks: int = 0
     longest_group: int = 1
+    work: float = 0.0
 
 
 class Summariser:
@@ -96,6 +99,7 @@ class Summariser:
             documents_in_chunks=len(later_chunks),
             chunks=sum(later_chunks.values()) + len(later_chunks),
             longest_group=max(later_chunks.values(), default=0) + 1,
+            work=sum(works) / UNITS_PER_TOKEN,
         )
 
 
