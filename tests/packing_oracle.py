@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from scripts.reproduce.solver import FixedSolverPacker
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.lengths import long_tailed
 from wlb_megatron.packing.factory import make_packer
-from wlb_megatron.packing.packer import PackingJob
+from wlb_megatron.packing.packer import Packer, PackingJob
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.varlen.outlier_queues import Item
 from wlb_megatron.plan import IterationPlan, Piece
@@ -19,8 +20,8 @@ from wlb_megatron.workload.cost_model import UNITS_PER_TOKEN, CostModel
 
 COST = CostModel(quadratic_at=8.0, per_document=0.5)
 
-QUICK_PACKINGS = tuple(name for name, entry in PACKERS.items() if "solver_seconds" not in entry.settings)
-"""Every packer's name but an exact solver's, which takes too long for many plans. test_packing_resume.py has all."""
+QUICK_PACKINGS = tuple(name for name, entry in PACKERS.items() if not entry.instead)
+"""Every packer's name but the exact solver's, which takes too long for many plans. test_packing_resume.py has all."""
 
 
 class ListStream:
@@ -55,7 +56,12 @@ def make_planner(lengths: Any, *, endless: bool = False, **settings: Any) -> Pla
     """Of documents with these lengths, or of a stream; settings: as make_job()."""
     job = make_job(**settings)
     stream = ListStream(lengths, endless) if isinstance(lengths, list) else lengths
-    return Planner(stream, make_packer(job), global_tokens=job.bins * job.window)
+    return Planner(stream, packer_of(job), global_tokens=job.bins * job.window)
+
+
+def packer_of(job: PackingJob) -> Packer:
+    """The packer of a job, which may also be the solver's."""
+    return FixedSolverPacker(job) if job.config.packing == FixedSolverPacker.name else make_packer(job)
 
 
 def resumed(first: Planner, second: Planner) -> Planner:

@@ -335,8 +335,8 @@ def test_flags_without_effect_on_the_recommended_packing_are_left_out() -> None:
     config = WlbConfig(balance_batches=4, solver_seconds=0.5, **limits)
     arrival = flags_of(replace(config, packing="original"))
     assert arrival == "--wlb-packing original --wlb-token-weights equal"
-    solver = "--wlb-packing fixed-solver --wlb-balance-batches 4 --wlb-solver-seconds 0.5"
-    assert flags_of(replace(config, packing="fixed-solver")) == f"{solver} --wlb-token-weights equal"
+    greedy = "--wlb-packing fixed-greedy --wlb-balance-batches 4"
+    assert flags_of(replace(config, packing="fixed-greedy")) == f"{greedy} --wlb-token-weights equal"
     assert flags_of(config) == "--wlb-max-tokens 100 --wlb-max-delay 3 --wlb-token-weights equal"
 
 

@@ -292,10 +292,10 @@ inspect --wlb-recompute off => --wlb-recompute changes nothing without a model
 inspect --recompute full => --recompute-granularity changes nothing without a model
 inspect --model 7B --gpu-memory 80 --wlb-recompute off => changes nothing without --recompute-gran
 {} --model 7B --gpu-memory 80 --recompute-method block => changes nothing without --recompute-gran
-{} --solver-seconds 2 => without --packing fixed-solver or --cp-mode dynamic
+{} --solver-seconds 2 => changes nothing without --cp-mode dynamic
 {} --packing original --thresholds 9 => changes nothing without --packing varlen
 {} --packing fixed-greedy --max-delay 3 => changes nothing without --packing varlen
-{} --balance-batches 2 => without --packing fixed-greedy or fixed-solver
+{} --balance-batches 2 => changes nothing without --packing fixed-greedy
 {} --release full --micro-batches-per-window 2 => changes nothing without --release balance
 analyze --moe-router-topk 2 => --moe-router-topk needs --num-experts
 # what cannot be trained

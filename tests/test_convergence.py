@@ -33,8 +33,8 @@ from scripts.bench.training.peer_documents import (
 from scripts.megatron_job import Losses
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.corpus import Rules
+from wlb_megatron.documents.indexed import Kept, MaskedCorpus
 from wlb_megatron.documents.stream import DocumentStream
-from wlb_megatron.documents.target_masks import Kept, MaskedCorpus
 from wlb_megatron.packing.packer import Batch, PackingJob
 from wlb_megatron.plan import Piece
 from wlb_megatron.plugin.micro_batches.loaded import LoadedMicroBatch

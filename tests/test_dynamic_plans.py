@@ -17,8 +17,8 @@ from random_groups import random_plan
 from scripts.lengths import code_like, paper_like, web_like
 from wlb_megatron import child
 from wlb_megatron.documents.lengths import pieces_of
-from wlb_megatron.dynamic.buckets import bucket
 from wlb_megatron.dynamic.cost import GroupCost, group_cost
+from wlb_megatron.dynamic.exact import bucket
 from wlb_megatron.dynamic.placement import Problem, problem_of
 from wlb_megatron.dynamic.plan import (
     MOST_GROUPS,

@@ -211,7 +211,6 @@ def test_a_command_that_does_not_say_all_is_refused_in_one_line(refused):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--wlb-packing fixed-solver", "--wlb-packing fixed-solver: the planning commands compare with it"),
         ("--hybrid-layer-pattern *E*E", "--hybrid-layer-pattern with E: it has experts"),
         ("--hybrid-layer-pattern *-*-||*-*-", "with nothing between two |: a stage"),
         ("--hybrid-layer-pattern **", "--hybrid-layer-pattern ** is not predicted"),

@@ -19,15 +19,14 @@ from packing_oracle import (
 )
 
 from scripts.lengths import KINDS, lognormal, paper_like
+from scripts.reproduce.solver import solve
 from wlb_megatron.documents.lengths import pieces_of
 from wlb_megatron.packing.packer import Grid, Ranks
 from wlb_megatron.packing.planner import Planner
-from wlb_megatron.packing.solver import solve
 from wlb_megatron.packing.varlen import thresholds
 from wlb_megatron.packing.varlen.arrange import assign_ranks, in_given_order
 from wlb_megatron.packing.varlen.bins import Bins, improve_bins
-from wlb_megatron.packing.varlen.delay_bound import Limits
-from wlb_megatron.packing.varlen.outlier_queues import Item, by_falling_work
+from wlb_megatron.packing.varlen.outlier_queues import Item, Limits, by_falling_work
 from wlb_megatron.packing.varlen.thresholds import DELAY_BOUND, find_thresholds
 from wlb_megatron.packing.varlen.varlen_packer import VarlenPacker
 from wlb_megatron.plan import IterationPlan, MicroBatch, Piece

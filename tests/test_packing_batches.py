@@ -13,9 +13,8 @@ from megatron_runs import flags, output_of, read_ranks
 from packing_oracle import ListStream, make_planner, run
 from test_megatron_layouts import trained
 
-from wlb_megatron.packing.batch_schedule import BatchSchedule, linear_ramp
 from wlb_megatron.packing.packer import Ranks
-from wlb_megatron.packing.planner import Planner
+from wlb_megatron.packing.planner import BatchSchedule, Planner, linear_ramp
 from wlb_megatron.plugin.flags.batch_sizes import BatchSizes, misfit
 from wlb_megatron.workload.cost_model import CostModel
 from wlb_megatron.workload.model import Layout

@@ -30,8 +30,7 @@ from wlb_megatron.documents.corpus import Rules
 from wlb_megatron.documents.lengths import long_tailed
 from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.errors import WlbError
-from wlb_megatron.packing.chunk_packer import ChunkPacker
-from wlb_megatron.packing.chunked import chunk_counts, cut
+from wlb_megatron.packing.chunk_packer import ChunkPacker, chunk_counts, cut
 from wlb_megatron.packing.factory import plan_job
 from wlb_megatron.packing.packer import PackingJob, read_per_window
 from wlb_megatron.packing.summary import Summariser

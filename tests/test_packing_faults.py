@@ -22,7 +22,7 @@ from packing_oracle import (
 from scripts.lengths import lognormal, paper_like
 from wlb_megatron.documents.corpus import Rules
 from wlb_megatron.documents.stream import DocumentStream
-from wlb_megatron.packing.saved_pieces import Waiting, decode, decode_windows, encode, encode_windows
+from wlb_megatron.packing.packer import Waiting, decode, decode_windows, encode, encode_windows
 from wlb_megatron.packing.varlen.bins import Bins
 from wlb_megatron.packing.varlen.outlier_queues import Item
 from wlb_megatron.packing.varlen.thresholds import Repeated

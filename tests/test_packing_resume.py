@@ -9,15 +9,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from packing_oracle import QUICK_PACKINGS, trained
+from packing_oracle import QUICK_PACKINGS, packer_of, trained
 
 from wlb_megatron.config import OVERLONG, WlbConfig
 from wlb_megatron.documents.corpus import Corpus, Rules
 from wlb_megatron.documents.stream import DocumentStream
-from wlb_megatron.packing.batch_schedule import BatchSchedule
-from wlb_megatron.packing.factory import make_packer
 from wlb_megatron.packing.packer import PackingJob
-from wlb_megatron.packing.planner import Planner
+from wlb_megatron.packing.planner import BatchSchedule, Planner
 from wlb_megatron.packing.varlen import thresholds
 from wlb_megatron.packing.varlen.varlen_packer import lmax
 from wlb_megatron.plan import IterationPlan, Piece
@@ -62,7 +60,7 @@ class Run:
         job |= {"window": self.rules.window, "alignment": layout.alignment}
         job["adopt_max_tokens"] = sys.maxsize if self.config.max_tokens is None else 0
         cost = CostModel(quadratic_at=self.rules.window / 4, per_document=0.5)
-        packer = make_packer(PackingJob(self.config, cost, **job))
+        packer = packer_of(PackingJob(self.config, cost, **job))
         schedule = BatchSchedule(self.steps)
         tokens = self.bins * self.rules.window
         return Planner(self.stream(), packer, global_tokens=tokens, schedule=schedule)
@@ -85,7 +83,8 @@ class Run:
             assert self.config.max_delay is not None
             return self.config.max_delay
         rounds = 1 + 2 * self.rules.window // (self.steps[0][1] * self.config.max_documents)
-        balances = "balance_batches" in PACKERS[self.config.packing].settings
+        name = self.config.packing
+        balances = "balance_batches" in PACKERS[PACKERS[name].instead or name].settings
         batches = self.config.balance_batches if balances else 1
         return batches * (1 + rounds) - 1
 

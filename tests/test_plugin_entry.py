@@ -191,7 +191,6 @@ SETTINGS_REFUSED = [
     ({"hybrid_layer_pattern": "G*", **SERVED}, {"profile": "p.json"}),
     ({}, {"overlong": "chunk", "chunks": "off"}),
     ({"max_position_embeddings": 64}, {"overlong": "chunk"}),
-    ({}, {"packing": "fixed-solver"}),
     ({}, {"sft_mask_data": True}),
     ({}, {"train_epochs": 2, "packing": "original"}),
 ]

@@ -85,7 +85,6 @@ WRONG: dict[str, str] = {
     "--wlb-max-documents 0": "max-documents",
     "--wlb-balance-batches 0 --wlb-packing fixed-greedy": "balance-batches",
     "--wlb-solver-seconds 0 --wlb-cp-mode dynamic": "solver-seconds",
-    "--wlb-packing fixed-solver": "error: --wlb-packing fixed-solver: .* train with varlen",
     "--wlb-document-cost -1": "document-cost",
     "--wlb-profile nothing.json": "nothing.json",
     "--wlb-no-such-flag": "error: unrecognized arguments: --wlb-no-such-flag$",

@@ -18,11 +18,10 @@ from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.blend import Blend
 from wlb_megatron.documents.corpus import Corpus, Rules
 from wlb_megatron.documents.stream import DocumentStream
-from wlb_megatron.packing.batch_schedule import BatchSchedule
-from wlb_megatron.packing.choices import began_otherwise, chosen, saved_choices, weighs_equally
+from wlb_megatron.packing.carry import began_otherwise, chosen, saved_choices, weighs_equally
 from wlb_megatron.packing.factory import make_packer
 from wlb_megatron.packing.packer import PackingJob
-from wlb_megatron.packing.planner import Planner
+from wlb_megatron.packing.planner import BatchSchedule, Planner
 from wlb_megatron.pipeline.step_law import StageRoom
 from wlb_megatron.plugin.job_state import part
 from wlb_megatron.plugin.micro_batches.planning import ShardSettings, plan_iterations

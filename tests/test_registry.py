@@ -44,7 +44,7 @@ def test_every_sharding_cuts_several_micro_batches(name):
 def test_an_entry_has_help_and_names_settings_and_entries_that_there_are(field, name):
     entry, entries = KINDS[field][name], KINDS[field]
     assert entry.help and set(entry.settings) <= {setting.name for setting in fields(WlbConfig)}
-    assert not entry.instead or entries[entry.instead].offered
+    assert not entry.instead or not entries[entry.instead].instead
     assert set(getattr(entry, "chooses", ())) <= entries.keys()
 
 
@@ -54,7 +54,7 @@ def test_a_flag_takes_what_the_registry_lists_and_shows_what_it_offers(field):
     flag = f"--wlb-{field.replace('_', '-')}"
     (action,) = [action for action in parser._actions if flag in action.option_strings]
     assert list(action.choices or ()) == list(KINDS[field])
-    offered = [name for name, entry in KINDS[field].items() if entry.offered]
+    offered = [name for name, entry in KINDS[field].items() if not entry.instead]
     assert action.metavar == "{" + ",".join(offered) + "}"
     assert all(f"{name} ({KINDS[field][name].help})" in (action.help or "") for name in offered)
 
@@ -82,11 +82,14 @@ def odd_heads(layer: kernel_choice.Layer) -> str | None:
 
 def test_a_value_that_flags_no_longer_offer_is_taken_for_another_with_a_line():
     parser = add_arguments(argparse.ArgumentParser())
-    config, lines = take_instead(config_from_args(parser.parse_args(["--wlb-sharding", "hybrid"])))
-    assert config == replace(WlbConfig(), sharding="adaptive")
+    flags = ["--wlb-sharding", "hybrid", "--wlb-packing", "fixed-solver"]
+    config, lines = take_instead(config_from_args(parser.parse_args(flags)))
+    assert config == replace(WlbConfig(), sharding="adaptive", packing="fixed-greedy")
     assert lines == [
+        "--wlb-packing fixed-solver is fixed-greedy from this release on, and will be refused from the next: write "
+        "--wlb-packing fixed-greedy (`python -m scripts.reproduce`, in a clone, compares the exact solver)",
         "--wlb-sharding hybrid is adaptive from this release on, and will be refused from the next: write "
-        "--wlb-sharding adaptive"
+        "--wlb-sharding adaptive",
     ]
     assert take_instead(WlbConfig()) == (WlbConfig(), [])
 

@@ -11,7 +11,7 @@ from megatron_runs import rewrite_corpus
 
 from wlb_megatron.documents.blend import Blend, predictions_in
 from wlb_megatron.documents.corpus import Rules
-from wlb_megatron.documents.target_masks import Kept, MaskedCorpus
+from wlb_megatron.documents.indexed import Kept, MaskedCorpus
 from wlb_megatron.errors import WlbError
 from wlb_megatron.plan import Piece
 

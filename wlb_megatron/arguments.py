@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import Field, fields, replace
 from typing import Any
 
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
-from wlb_megatron.registry import Entry
 
 PREFIX = "wlb_"
 
@@ -26,8 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         description="Flags of wlb_megatron. README.md tells when to change a default.",
     )
     for setting in fields(WlbConfig):
-        # Training refuses some entries of registries, with a line of its own.
-        options = flag_options(setting, lambda entry: entry.offered)
+        options = flag_options(setting)
         if setting.metadata.get("depends"):
             options["default"] = None
         group.add_argument(_flag(PREFIX + setting.name), dest=PREFIX + setting.name, **options)
@@ -36,13 +34,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
-def flag_options(setting: Field[Any], shows: Callable[[Entry], bool]) -> dict[str, Any]:
-    """What argparse is told of a setting. shows: which entries of a registry its usage names; it takes all."""
+def flag_options(setting: Field[Any]) -> dict[str, Any]:
+    """What argparse is told of a setting. Its usage names what a registry offers; it takes all."""
     if setting.default is False:
         return {"help": setting.metadata["help"], "action": "store_true"}
     choices, metavar = setting.metadata.get("choices"), None
     if isinstance(choices, dict):
-        metavar = "{" + ",".join(name for name, entry in choices.items() if shows(entry)) + "}"
+        metavar = "{" + ",".join(name for name, entry in choices.items() if not entry.instead) + "}"
     default = "" if setting.default is None else f" (default: {setting.default})"
     return {
         "help": setting.metadata["help"] + default,
@@ -86,7 +84,7 @@ def take_instead(config: WlbConfig) -> tuple[WlbConfig, list[str]]:
             flag = _flag(PREFIX + setting.name)
             lines.append(
                 f"{flag} {getattr(config, setting.name)} is {entry.instead} from this release on, and will be refused "
-                f"from the next: write {flag} {entry.instead}"
+                f"from the next: write {flag} {entry.instead}" + f" ({entry.note})" * bool(entry.note)
             )
             config = replace(config, **{setting.name: entry.instead})
     return config, lines

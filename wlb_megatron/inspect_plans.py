@@ -15,8 +15,7 @@ from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.errors import WlbError, explain_bad_values
 from wlb_megatron.packing.choose_chunks import holds_whole
 from wlb_megatron.packing.chunk_packer import ChunkPacker
-from wlb_megatron.packing.factory import plan_job
-from wlb_megatron.packing.foresee import nothing_predicted
+from wlb_megatron.packing.factory import nothing_predicted, plan_job
 from wlb_megatron.packing.packer import PackingJob
 from wlb_megatron.packing.varlen.varlen_packer import lmax
 from wlb_megatron.plan import IterationPlan, Piece

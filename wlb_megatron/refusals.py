@@ -13,7 +13,7 @@ from typing import Any
 
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import fatal
-from wlb_megatron.registry import KERNELS, USUAL_KERNELS, packer_entry
+from wlb_megatron.registry import KERNELS, USUAL_KERNELS
 
 
 class Refused(SystemExit):
@@ -194,12 +194,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "--wlb-cp-mode dynamic with --moe-aux-loss-coeff / --moe-z-loss-coeff",
         "a router's loss is a mean over a micro-batch, so it would depend on the groups; balance with "
         "--moe-router-enable-expert-bias, or use --wlb-cp-mode fixed",
-    ),
-    Refusal(
-        lambda a, c: not packer_entry(c.packing).trains,
-        "--wlb-packing fixed-solver",
-        "the planning commands compare with it, but it balances less than varlen and plans for up to a second an "
-        "iteration; train with varlen, or with fixed-greedy for windows of one length",
     ),
     Refusal(
         lambda a, c: (

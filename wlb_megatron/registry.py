@@ -23,20 +23,15 @@ class Entry:
         code: place of its class or function, "module:name". It is imported when it is used.
         help: its words in the flag's help.
         settings: fields of WlbConfig that only this entry, and others that name them, read.
-        trains: training takes it; else only the planning commands do, to compare with it.
         instead: the entry that flags take in its place, with a line, for a name that they no longer offer.
+        note: what that line adds.
     """
 
     code: str
     help: str
     settings: tuple[str, ...] = ()
-    trains: bool = True
     instead: str = ""
-
-    @property
-    def offered(self) -> bool:
-        """Whether training's flag shows it."""
-        return self.trains and not self.instead
+    note: str = ""
 
     def load(self) -> Any:
         """Imports the class or function."""
@@ -97,10 +92,10 @@ PACKERS: dict[str, PackerEntry] = {
         f"{_BASELINES}:FixedGreedyPacker", "windows of equal work", settings=("balance_batches",)
     ),
     "fixed-solver": PackerEntry(
-        "wlb_megatron.packing.solver:FixedSolverPacker",
-        "fixed-greedy by an exact solver, to compare with",
-        settings=("balance_batches", "solver_seconds"),
-        trains=False,
+        f"{_BASELINES}:FixedGreedyPacker",
+        "fixed-greedy by an exact solver",
+        instead="fixed-greedy",
+        note="`python -m scripts.reproduce`, in a clone, compares the exact solver",
     ),
     "varlen": PackerEntry(
         "wlb_megatron.packing.factory:make_varlen",
@@ -172,8 +167,8 @@ def load(code: str) -> Any:
 
 
 def choices(entries: Mapping[str, Entry]) -> str:
-    """What the help of a flag says of the entries that training takes: "original (arrival order), varlen (..)"."""
-    return ", ".join(f"{name} ({entry.help})" for name, entry in entries.items() if entry.offered)
+    """What the help of a flag says of the entries that it offers: "original (arrival order), varlen (..)"."""
+    return ", ".join(f"{name} ({entry.help})" for name, entry in entries.items() if not entry.instead)
 
 
 def packer_entry(name: str) -> PackerEntry:

@@ -159,11 +159,9 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 def add_setting(parser: argparse.ArgumentParser, name: str) -> None:
     """The flag of one field of WlbConfig."""
     setting = next(setting for setting in fields(WlbConfig) if setting.name == name)
-    options = flag_options(setting, lambda entry: not entry.instead)
-    flag, choices = name.replace("_", "-"), options.get("choices")
-    entries = choices.items() if isinstance(choices, dict) else ()
-    also = [f"; here also {choice} ({entry.help})" for choice, entry in entries if not entry.trains]
-    options["help"] = "".join([renamed(options["help"]), *also])
+    options = flag_options(setting)
+    flag = name.replace("_", "-")
+    options["help"] = renamed(options["help"])
     flags = [f"--wlb-{flag}"] if name in WHOLE_NAMES else [f"--wlb-{flag}", f"--{flag}"]
     parser.add_argument(*flags, dest=name, **options)
 

@@ -24,7 +24,7 @@ from wlb_megatron import __version__
 from wlb_megatron.bounds import SEED, TOKENS, whole
 from wlb_megatron.documents.lengths import read_lengths
 from wlb_megatron.errors import WlbError, explain_bad_values
-from wlb_megatron.packing.foresee import too_small
+from wlb_megatron.packing.factory import too_small
 from wlb_megatron.packing.packer import read_per_window
 from wlb_megatron.report.progress import progress
 from wlb_megatron.report.table import print_table

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from itertools import islice
 
 from scripts.reproduce.paper import Setting
+from scripts.reproduce.solver import FixedSolverPacker
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.blocks import Lengths
 from wlb_megatron.documents.corpus import Rules
@@ -16,7 +17,7 @@ from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.packing.factory import plan_job
 from wlb_megatron.packing.packer import PackingJob, Ranks
 from wlb_megatron.packing.planner import Planner
-from wlb_megatron.packing.varlen.delay_bound import Limits
+from wlb_megatron.packing.varlen.outlier_queues import Limits
 from wlb_megatron.packing.varlen.varlen_packer import VarlenPacker, lmax
 from wlb_megatron.plan import IterationPlan
 from wlb_megatron.sharding.alignment import multiple, padded
@@ -34,6 +35,9 @@ QUEUES = {1: (1 / 2,), 2: (3 / 8, 11 / 16), 3: (3 / 8, 11 / 16, 7 / 8)}
 UNBOUNDED = 1_000_000
 """The paper bounds no document's delay (iterations)."""
 
+SOLVER_SECONDS = 0.2
+"""Of the exact solver, for one plan, in its deterministic time."""
+
 
 def plan_run(
     packing: str,
@@ -48,8 +52,8 @@ def plan_run(
 ) -> list[IterationPlan]:
     """Plans of `iterations` global batches after `warm_up` ones, in which queues fill; one stream for all packings.
 
-    packing: original, fixed-greedy[-K] (over K global batches), varlen (of per_window micro-batches a window), varlen-K
-    (of K), or paper-Q (WLB-LLM with Q queues).
+    packing: original, fixed-greedy[-K] or fixed-solver-K (over K global batches), varlen (of per_window micro-batches
+    a window), varlen-K (of K), or paper-Q (WLB-LLM with Q queues).
     """
     rules = Rules(setting.window, "split", seed, endless=True)
     stream = DocumentStream.of_lengths(lengths, rules, name="--lengths")
@@ -85,7 +89,7 @@ def _planner(
         if packing == "varlen"
         else WlbConfig(micro_batches_per_window=count, chunks="off")
         if name == "varlen"
-        else WlbConfig(packing=name, balance_batches=int(count))
+        else WlbConfig(packing=name, balance_batches=int(count), solver_seconds=SOLVER_SECONDS)
     )
     packing_job = PackingJob(
         config=config,
@@ -98,6 +102,10 @@ def _planner(
         alignment=aligned,
         sample=sample_lengths(lengths, window, "split"),
     )
+    if name == "fixed-solver":
+        return Planner(
+            stream, FixedSolverPacker(packing_job), global_tokens=packing_job.bins * packing_job.window
+        )
     return plan_job(stream, packing_job)
 
 

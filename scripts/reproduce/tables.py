@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,7 @@ def compare_packings(run: SettingRuns) -> list[dict[str, Any]]:
     packings = [
         ("original", "original"),
         *((f"fixed-greedy over {k}", f"fixed-greedy-{k}") for k in (1, 2, 4, 8)),
+        *([("fixed-solver over 1", "fixed-solver-1")] if find_spec("ortools") else []),
         *((f"WLB-LLM, {q} queue{'s' * (q > 1)}", f"paper-{q}") for q in (1, 2, 3)),
         ("ours, 1 micro-batch a window", "varlen-1"),
         ("ours", "varlen"),

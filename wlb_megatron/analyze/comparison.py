@@ -20,7 +20,7 @@ from wlb_megatron.analyze.search import Found, Outcome, Searched, outcome_of, ra
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.blocks import Lengths
 from wlb_megatron.errors import WlbError
-from wlb_megatron.packing.choices import weighs_equally
+from wlb_megatron.packing.carry import weighs_equally
 from wlb_megatron.packing.chunk_packer import ChunkPacker
 from wlb_megatron.packing.factory import arrival_order
 from wlb_megatron.packing.varlen.varlen_packer import VarlenPacker
@@ -90,7 +90,7 @@ class Analysis:
       document masks.
     * balanced: the same of a perfectly balanced plan of the documents as set.
     * assumed: no model was given, so the figures are a known one's.
-    * equal_weights: whether a token weighs the same in every step of the settings, see packing/choices.py.
+    * equal_weights: whether a token weighs the same in every step of the settings, see packing/carry.py.
     * fullest: bytes of the fullest GPU as set, and of its weights and their states; None: not estimated.
     * weights_problem: a line if the weights alone do not fit a GPU. Nothing is then recommended.
     * runs: of before and after. recomputed: their speeds by kind of recomputation.

@@ -13,8 +13,7 @@ import numpy.typing as npt
 
 from wlb_megatron.documents.blocks import Lengths
 from wlb_megatron.documents.corpus import Corpus, Rules
-from wlb_megatron.documents.indexed import IndexedCorpus
-from wlb_megatron.documents.target_masks import Kept, MaskedCorpus
+from wlb_megatron.documents.indexed import IndexedCorpus, Kept, MaskedCorpus
 from wlb_megatron.errors import WlbError
 from wlb_megatron.plan import Piece
 

@@ -12,9 +12,8 @@ from functools import partial
 
 import numpy as np
 
-from wlb_megatron.dynamic.buckets import bucket
 from wlb_megatron.dynamic.cost import GroupCost
-from wlb_megatron.dynamic.exact import LARGEST, place_exactly
+from wlb_megatron.dynamic.exact import LARGEST, bucket, place_exactly
 from wlb_megatron.dynamic.placement import Placement, Problem, improve_placement, problem_of
 from wlb_megatron.dynamic.plan import Group, Stage, StepPlan, finish_times, in_multiples
 from wlb_megatron.sharding.alignment import padded

@@ -10,8 +10,18 @@ import heapq
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from wlb_megatron.packing.packer import Batch, Packed, Packer, PackingJob, check_settings
-from wlb_megatron.packing.saved_pieces import Waiting, decode, decode_windows, encode, encode_windows
+from wlb_megatron.packing.packer import (
+    Batch,
+    Packed,
+    Packer,
+    PackingJob,
+    Waiting,
+    check_settings,
+    decode,
+    decode_windows,
+    encode,
+    encode_windows,
+)
 from wlb_megatron.packing.varlen.arrange import assign_ranks, in_given_order
 from wlb_megatron.plan import MicroBatch, Piece
 from wlb_megatron.workload.cost_model import CostModel

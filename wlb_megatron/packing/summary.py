@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from wlb_megatron.packing.saved_pieces import Waiting
+from wlb_megatron.packing.packer import Waiting
 from wlb_megatron.plan import IterationPlan, Piece
 from wlb_megatron.workload.cost_model import UNITS_PER_TOKEN
 

@@ -18,10 +18,9 @@ from wlb_megatron.dynamic.cost import GroupCost, group_cost, token_ns
 from wlb_megatron.dynamic.plan import Stage, StepPlan, fixed_groups
 from wlb_megatron.dynamic.plan_step import plan_step
 from wlb_megatron.errors import WlbError, explain_bad_values
-from wlb_megatron.packing.chunk_limits import Trainer
+from wlb_megatron.packing.choose_chunks import Trainer
 from wlb_megatron.packing.chunk_packer import ChunkPacker
-from wlb_megatron.packing.factory import plan_job, sample_lengths_of
-from wlb_megatron.packing.foresee import nothing_predicted, too_small
+from wlb_megatron.packing.factory import nothing_predicted, plan_job, sample_lengths_of, too_small
 from wlb_megatron.packing.memory_limits import MARGIN, GpuMemory, no_memory_for_chunks, with_lmax
 from wlb_megatron.packing.packer import PackingJob
 from wlb_megatron.packing.planner import Planner

@@ -12,7 +12,7 @@ from wlb_megatron.bounds import RANKS, SEED, check_heads, real, whole
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.blocks import Lengths, blocks
 from wlb_megatron.errors import WlbError, explain_bad_values
-from wlb_megatron.packing.chunk_limits import Trainer
+from wlb_megatron.packing.choose_chunks import Trainer
 from wlb_megatron.refusals import unsupported
 from wlb_megatron.settings_flags import add_pipeline
 from wlb_megatron.simulator.calibration import add_assumptions, profiled_shape, read_assumptions

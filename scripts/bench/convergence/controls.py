@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from wlb_megatron.packing.baselines import OriginalPacker, cut_windows, freeze, price
-from wlb_megatron.packing.packer import Batch, Packed
-from wlb_megatron.packing.saved_pieces import Waiting
+from wlb_megatron.packing.packer import Batch, Packed, Waiting
 from wlb_megatron.packing.varlen.arrange import in_given_order
 from wlb_megatron.plan import MicroBatch, Piece
 from wlb_megatron.plugin.micro_batches.loaded import LoadedMicroBatch

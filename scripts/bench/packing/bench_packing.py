@@ -31,12 +31,13 @@ import numpy as np
 from scripts.bench.start import new_parser
 from scripts.csv_files import write_csv
 from scripts.lengths import lognormal, paper_like
+from scripts.reproduce.solver import FixedSolverPacker
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.lengths import pieces_of, sample_lengths
 from wlb_megatron.packing.factory import make_packer
 from wlb_megatron.packing.packer import Packer, PackingJob
 from wlb_megatron.packing.planner import Planner
-from wlb_megatron.packing.varlen.delay_bound import Limits
+from wlb_megatron.packing.varlen.outlier_queues import Limits
 from wlb_megatron.packing.varlen.thresholds import Repeated
 from wlb_megatron.packing.varlen.varlen_packer import VarlenPacker
 from wlb_megatron.pipeline.kept_layers import Load, plan_kept_layers, stage_orders
@@ -161,6 +162,11 @@ def configured(window: int = WINDOW, bins: int = 4, **settings: Any) -> Callable
     )
 
 
+def exact(batches: int, seconds: float) -> Callable[[Sequence[int]], Packer]:
+    config = WlbConfig(balance_batches=batches, solver_seconds=seconds)
+    return lambda _: FixedSolverPacker(PackingJob(config, COST, window=WINDOW, micro_batches=4))
+
+
 def plain(
     thresholds: Sequence[int], delay: int, capacity: int, window: int = WINDOW
 ) -> Callable[..., Packer]:
@@ -180,8 +186,7 @@ def paper_cases(lengths: np.ndarray) -> Iterator[Case]:
             f"fixed-greedy over {batches}", configured(packing="fixed-greedy", balance_batches=batches), 496
         )
     for batches, seconds in ((1, 0.2), (2, 1.0), (4, 4.0)):
-        solver = configured(packing="fixed-solver", balance_batches=batches, solver_seconds=seconds)
-        yield case(f"fixed-solver over {batches}, {seconds} s", solver, 64)
+        yield case(f"fixed-solver over {batches}, {seconds} s", exact(batches, seconds), 64)
     yield case("plain queues 64K, latest 16", plain([65536], 16, half))
     for latest, capacity, name in ((16, half, ""), (8, half, ""), (16, double, ", Lmax 2 windows")):
         yield case(f"plain queues 48K 88K, latest {latest}{name}", plain([49152, 90112], latest, capacity))

@@ -15,11 +15,9 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from wlb_megatron.packing.chunked import Filled
 from wlb_megatron.packing.packer import Grid, Ranks
-from wlb_megatron.packing.varlen.bins import Bins, improve_bins
-from wlb_megatron.packing.varlen.delay_bound import Limits
-from wlb_megatron.packing.varlen.outlier_queues import Item
+from wlb_megatron.packing.varlen.bins import Bins, Filled, improve_bins
+from wlb_megatron.packing.varlen.outlier_queues import Item, Limits
 from wlb_megatron.pipeline.step_law import StepLaw
 from wlb_megatron.plan import MicroBatch
 

@@ -26,11 +26,8 @@ from itertools import islice
 from typing import NamedTuple
 
 from wlb_megatron.packing.varlen.bins import UNBOUNDED, Bins
-from wlb_megatron.packing.varlen.outlier_queues import Item, OutlierQueues
+from wlb_megatron.packing.varlen.outlier_queues import SCALE, Item, OutlierQueues
 from wlb_megatron.pipeline.step_law import StepLaw
-
-SCALE = 1 << 20
-"""Imbalance and prices are integers in units of 1 / SCALE."""
 
 STRETCH = (105, 120)
 """The best ceiling is also tried this many percent higher: two middling documents may together exceed a long one a

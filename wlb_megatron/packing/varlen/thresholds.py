@@ -12,8 +12,7 @@ import numpy as np
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.packer import ONE_RANK, Packer, Ranks
 from wlb_megatron.packing.planner import Planner
-from wlb_megatron.packing.varlen.delay_bound import Limits
-from wlb_megatron.packing.varlen.outlier_queues import OutlierQueues
+from wlb_megatron.packing.varlen.outlier_queues import Limits, OutlierQueues
 from wlb_megatron.packing.varlen.varlen_packer import VarlenPacker
 from wlb_megatron.pipeline.orders import groups
 from wlb_megatron.plan import IterationPlan, Piece

@@ -8,7 +8,7 @@ from typing import Any
 
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
-from wlb_megatron.packing.batch_schedule import BatchSchedule, linear_ramp
+from wlb_megatron.packing.planner import BatchSchedule, linear_ramp
 from wlb_megatron.workload.model import Layout
 
 

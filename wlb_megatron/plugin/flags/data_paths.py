@@ -14,8 +14,7 @@ from typing import Any
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.blend import SPLITS, Blend, parse_blend, part_corpora
 from wlb_megatron.documents.corpus import Corpus
-from wlb_megatron.documents.indexed import read_index
-from wlb_megatron.documents.target_masks import Kept
+from wlb_megatron.documents.indexed import Kept, read_index
 from wlb_megatron.errors import WlbError
 from wlb_megatron.plugin.flags.open_files import allow_open_files
 from wlb_megatron.sft.index_files import Tokenizing

@@ -15,8 +15,8 @@ from wlb_megatron.dynamic.cost import GroupCost
 from wlb_megatron.dynamic.plan import StepPlan
 from wlb_megatron.packing.baselines import cut_windows, freeze, price
 from wlb_megatron.packing.memory_limits import GpuMemory
+from wlb_megatron.packing.packer import Waiting
 from wlb_megatron.packing.planner import Planner
-from wlb_megatron.packing.saved_pieces import Waiting
 from wlb_megatron.packing.varlen.arrange import in_given_order
 from wlb_megatron.pipeline.kept_layers import loads_of, plan_step_layers, recomputed_array
 from wlb_megatron.plan import IterationPlan

@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
+from wlb_megatron.packing.packer import packed_waiting
 from wlb_megatron.packing.planner import Planner
-from wlb_megatron.packing.saved_pieces import packed_waiting
 from wlb_megatron.packing.summary import PlanSummary, Summariser
 from wlb_megatron.pipeline.kept_layers import Load, joined_loads, loads_of
 from wlb_megatron.pipeline.orders import groups, joined_groups

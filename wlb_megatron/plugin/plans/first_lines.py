@@ -8,7 +8,7 @@ import torch
 
 from wlb_megatron.attention.kernels.kernel_choice import label
 from wlb_megatron.documents.stream import DocumentStream
-from wlb_megatron.packing.choices import weighs_equally
+from wlb_megatron.packing.carry import weighs_equally
 from wlb_megatron.packing.chunk_packer import ChunkPacker
 from wlb_megatron.packing.packer import read_per_window
 from wlb_megatron.packing.varlen.varlen_packer import VarlenPacker

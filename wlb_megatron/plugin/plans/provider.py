@@ -13,7 +13,7 @@ from typing import Any
 
 from wlb_megatron.child import Child
 from wlb_megatron.errors import WlbError
-from wlb_megatron.packing.choices import began_otherwise, saved_choices, weighs_equally
+from wlb_megatron.packing.carry import began_otherwise, saved_choices, weighs_equally
 from wlb_megatron.plugin import stores
 from wlb_megatron.plugin.flags.limits import recompute_memory
 from wlb_megatron.plugin.flags.refusal_printing import checked

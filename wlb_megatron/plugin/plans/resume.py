@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from wlb_megatron.errors import changes
-from wlb_megatron.packing.carry import Carried, take_up
-from wlb_megatron.packing.choices import chosen, keep, saved_choices
+from wlb_megatron.packing.carry import Carried, chosen, keep, saved_choices, take_up
 from wlb_megatron.plugin.flags.batch_sizes import misfit, plan_decides
 from wlb_megatron.plugin.job_state import part
 from wlb_megatron.plugin.plans.source import Source

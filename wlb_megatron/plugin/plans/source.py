@@ -12,11 +12,10 @@ from wlb_megatron.documents.corpus import Corpus, Rules
 from wlb_megatron.documents.lengths import Bound, longest_whole
 from wlb_megatron.documents.stream import DocumentStream, distinguish
 from wlb_megatron.errors import WlbError
-from wlb_megatron.packing.batch_schedule import BatchSchedule
 from wlb_megatron.packing.choose_chunks import holds_whole
 from wlb_megatron.packing.factory import most_micro_batches, plan_job, sample_lengths_of, without_chunks
 from wlb_megatron.packing.packer import PackingJob
-from wlb_megatron.packing.planner import Planner
+from wlb_megatron.packing.planner import BatchSchedule, Planner
 from wlb_megatron.plugin.flags.data_paths import documents
 from wlb_megatron.plugin.flags.limits import (
     adoptable_tokens,
@@ -112,7 +111,7 @@ def open_part(
     """The source of train, valid or test; None if it has no document.
 
     batches: micro-batches of all ranks. blends: corpora that other parts have read, see data_paths.documents.
-    keeps_layers: see packing.choices.chosen.
+    keeps_layers: see packing.carry.chosen.
     """
     blend_and_corpora = documents(job.data, part, blends)
     return (

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from wlb_megatron.documents.indexed import read_index
-from wlb_megatron.documents.target_masks import Kept
+from wlb_megatron.documents.indexed import Kept, read_index
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.choose_chunks import settings_refused
 from wlb_megatron.plugin.flags.data_paths import prefixes_of, renamed

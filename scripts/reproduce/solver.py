@@ -1,4 +1,4 @@
-"""Balances fixed windows with an exact solver (CP-SAT): a reference for other packers, not for training."""
+"""Balances fixed windows with an exact solver (CP-SAT): a packer to compare others with, not for training."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.baselines import FixedGreedyPacker, fill_greedily, price
-from wlb_megatron.packing.packer import PackingJob
-from wlb_megatron.packing.saved_pieces import Waiting
+from wlb_megatron.packing.packer import PackingJob, Waiting
 from wlb_megatron.workload.cost_model import UNITS_PER_TOKEN
 
 LONG_PER_WINDOW = 12
