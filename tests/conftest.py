@@ -17,7 +17,7 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 
 def without(program: str, reason: str) -> None:
-    """Skip a test where a program is not installed; fail it where WLB_TESTS_NEED (browser,slurm,mount) names it."""
+    """Skip a test where a program is not installed; fail it where WLB_TESTS_NEED (slurm,mount) names it."""
     if program in os.environ.get("WLB_TESTS_NEED", "").split(","):
         pytest.fail(f"{reason}, and WLB_TESTS_NEED asks for it")
     pytest.skip(reason)

@@ -20,8 +20,8 @@ from test_documents_indexed import write_index
 import wlb_megatron
 from scripts.reproduce import __main__ as reproduction
 from wlb_megatron import cli
+from wlb_megatron.arguments import NOT_HERE
 from wlb_megatron.config import WlbConfig
-from wlb_megatron.settings_flags import NOT_HERE
 
 EXAMPLE = (
     "inspect --window 16 --lengths 4,12 --micro-batches 1 --cp 2 --sharding per-document --packing original"

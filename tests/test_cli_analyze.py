@@ -18,8 +18,7 @@ from wlb_megatron.analyze.comparison import analyze as analyze_job
 from wlb_megatron.analyze.measure import rank_work, spread
 from wlb_megatron.analyze.output import figures, print_analysis
 from wlb_megatron.analyze.search import Found, Searched
-from wlb_megatron.analyze.settings_as_flags import flags_of
-from wlb_megatron.arguments import add_arguments, config_from_args
+from wlb_megatron.arguments import add_arguments, config_from_args, flags_of
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.inspect_plans import inspect_plans
 from wlb_megatron.packing.packer import Packer

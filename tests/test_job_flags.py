@@ -16,10 +16,10 @@ from test_cli import ROOT
 from test_documents_indexed import write_index
 from training_jobs import trainer_with
 
+from wlb_megatron.arguments import add_layout, add_settings, complete_layout, settings
 from wlb_megatron.dynamic.plan import Stage
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.chunk_packer import ChunkPacker
-from wlb_megatron.settings_flags import add_layout, add_settings, complete_layout, settings
 from wlb_megatron.simulator.job import Job
 from wlb_megatron.simulator.job_flags import add_job, read_job
 from wlb_megatron.workload.memory import GIB

@@ -34,7 +34,7 @@ from wlb_megatron.plugin.logs.prediction import group_predictor, layer_model, pr
 from wlb_megatron.plugin.logs.stragglers import CALIBRATION, WINDOW, Drift
 from wlb_megatron.plugin.micro_batches.planning import PlannedIteration, ShardSettings, plan_iterations
 from wlb_megatron.plugin.plans.source import open_part
-from wlb_megatron.report.progress import duration
+from wlb_megatron.report.terminal import duration
 from wlb_megatron.sharding.chunks import links_of
 from wlb_megatron.sharding.cut import orders_of
 from wlb_megatron.sharding.select import shard, shard_all

@@ -1,22 +1,14 @@
-"""`wlb-megatron watch`: what a run's log says, on a terminal and as a page that a browser opens."""
+"""`wlb-megatron watch`: what a run's log says."""
 
 import json
-import shutil
-import subprocess
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import without
 
 from wlb_megatron.cli import main
-from wlb_megatron.report import watch_command
-from wlb_megatron.report.run_log import RunLog, summary
-from wlb_megatron.report.watch_command import POINTS, chart, thinned
-
-BROWSERS = "chromium", "chromium-browser", "google-chrome"
-BROWSER = next((path for name in BROWSERS if (path := shutil.which(name))), None)
+from wlb_megatron.report import watch
+from wlb_megatron.report.watch import RunLog, summary
 
 
 def line(iteration: int, **changes: Any) -> str:
@@ -29,36 +21,6 @@ def line(iteration: int, **changes: Any) -> str:
     planned_peak_gib 21.5 available_gib 30.0 slowest_rank 3 slowest_excess 0.2""".split()
     values = dict(zip(figures[::2], map(json.loads, figures[1::2]), strict=True))
     return json.dumps({**values, "slowest_host": "node<7>", "epochs": None} | changes) + "\n"
-
-
-class _Page(HTMLParser):
-    """Balanced tags, tables' cells and anything that would be fetched."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.cells: list[str] = []
-        self.fetched: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: Any) -> None:
-        if tag not in ("meta", "br", "!doctype"):
-            self.open.append(tag)
-        self.fetched += [value for name, value in attrs if name in ("src", "href")]
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if self.open and self.open[-1] in ("td", "th"):
-            self.cells.append(data)
-
-
-def _parse(text: str) -> _Page:
-    parsed = _Page()
-    parsed.feed(text)
-    parsed.close()
-    assert not parsed.open
-    return parsed
 
 
 @pytest.fixture()
@@ -147,54 +109,23 @@ def test_what_is_no_log_gets_a_line(tmp_path, capsys):
     assert "none yet" in capsys.readouterr().out
 
 
-def test_it_follows_a_run_to_its_last_iteration(log, monkeypatch, tmp_path):
-    pages = []
+def test_it_follows_a_run_to_its_last_iteration(log, monkeypatch, capsys):
+    waits = []
 
     def wait(seconds: float) -> None:
-        pages.append((tmp_path / "page.html").read_text())
+        waits.append((seconds, capsys.readouterr().out))
         with log.open("a") as file:
             file.write(line(800, seconds_left=0))
 
-    monkeypatch.setattr(watch_command.time, "sleep", wait)
-    assert main(["watch", str(log), "--follow", "--html", str(tmp_path / "page.html"), "--seconds", "3"]) == 0
-    assert len(pages) == 1 and '<meta http-equiv="refresh" content="3">' in pages[0]
-    last = (tmp_path / "page.html").read_text()
-    assert "refresh" not in last and "800 of 800 (100.0%)" in last
+    monkeypatch.setattr(watch.time, "sleep", wait)
+    assert main(["watch", str(log), "--follow", "--seconds", "3"]) == 0
+    ((seconds, first),) = waits
+    assert seconds == 3 and "600 of 800 (75.0%)" in first and "800 of 800 (100.0%)" not in first
+    assert "800 of 800 (100.0%)" in capsys.readouterr().out
 
 
-def test_the_page_needs_nothing_else_and_escapes_what_it_shows(log, tmp_path):
-    page = tmp_path / "page.html"
-    assert main(["watch", str(log), "--html", str(page)]) == 0
-    parsed = _parse(page.read_text())
-    assert not parsed.fetched and "<script" not in page.read_text()
-    assert "3 on node<7>: 20% over the median, at most 100 ms a step" in parsed.cells
-    assert page.read_text().count("<svg") == 8
-    assert '<td class="number">1</td>' in page.read_text(), "restarts stand to the right"
-
-
-def test_long_lines_are_thinned_by_medians():
-    points = [(at, float(at)) for at in range(1, 50_001)]
-    few = thinned(points)
-    assert len(few) == POINTS and few[-1] == (50_000, 49_938.0)
-    assert chart("nothing", [("empty", []), ("one", [(1, 2.0)])]) == ""
-
-
-def test_a_browser_shows_the_page(log, tmp_path):
-    """Drawn without a network: every line within its picture, and the table's figures in the document."""
-    if BROWSER is None:
-        without("browser", "no chromium or Chrome here (Debian: apt-get install chromium)")
-    page, shot = tmp_path / "page.html", tmp_path / "page.png"
-    assert main(["watch", str(log), "--html", str(page)]) == 0
-    assert BROWSER is not None
-    browser = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--window-size=1200,1800"]
-    browser += [
-        f"--user-data-dir={tmp_path / 'profile'}",
-        "--host-resolver-rules=MAP * ~NOTFOUND",
-        "--dump-dom",
-    ]
-    how = {"capture_output": True, "text": True, "timeout": 120}
-    done = subprocess.run([*browser, f"--screenshot={shot}", page.as_uri()], **how)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert shot.read_bytes()[:4] == b"\x89PNG" and shot.stat().st_size > 20_000, "more than an empty page"
-    dom = subprocess.run([*browser, page.as_uri()], **how).stdout
-    assert "600 of 800 (75.0%)" in dom and dom.count("<polyline") == 12
+def test_the_option_for_a_page_is_taken_with_a_line_that_names_what_draws_the_figures(log, tmp_path, capsys):
+    assert main(["watch", str(log), "--html", str(tmp_path / "page.html")]) == 0
+    shown = capsys.readouterr()
+    assert shown.err.count("\n") == 1 and "TensorBoard" in shown.err and "600 of 800" in shown.out
+    assert not (tmp_path / "page.html").exists()

@@ -1,15 +1,20 @@
-"""The --wlb-* flags, made from the fields of WlbConfig so that neither can drift from the other."""
+"""The --wlb-* flags, made from the fields of WlbConfig so that neither can drift from the other: of training, and as
+flags of the commands, with what a command says to flags that only training has.
+"""
 
 from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Iterable
+import re
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import Field, fields, replace
 from typing import Any
 
-from wlb_megatron.config import WlbConfig
+from wlb_megatron.config import RANKS, TOKENS, WlbConfig, whole
 from wlb_megatron.errors import WlbError
+from wlb_megatron.refusals import unsupported
+from wlb_megatron.registry import CP_MODES, PACKERS, SHARDINGS
 
 PREFIX = "wlb_"
 
@@ -117,6 +122,245 @@ def explain_unparsed(message: str, flags: Iterable[str]) -> str:
     near = [difflib.get_close_matches(flag, list(flags), n=1, cutoff=0.8) for flag in unknown]
     guesses = [f"did you mean {flag}?" for nearest in near for flag in nearest]
     return f"{message} ({' '.join(guesses)})" if guesses else message
+
+
+NOT_HERE = tuple(setting.name for setting in fields(WlbConfig) if setting.metadata.get("training"))
+"""Settings that matter in training alone."""
+
+
+def renamed(text: str) -> str:
+    """Flags as they are called here, where a message names them as in training."""
+    text = re.sub(rf"--wlb-(?!{'|'.join(WHOLE_NAMES)})", "--", text)
+    for name, here in _HERE:
+        text = text.replace(name, here)
+    return text
+
+
+WHOLE_NAMES = ("recompute",)
+"""Settings whose flags keep their --wlb- here, where the rest of the name is Megatron's."""
+
+
+_HERE = (
+    ("--seq-length", "--window"),
+    ("--context-parallel-size", "--cp"),
+    (" (with --sequence-parallel)", ""),  # the commands assume it, and the distributed optimizer
+    (" or --use-distributed-optimizer", ""),
+    ("--tensor-model-parallel-size", "--tp"),
+    ("--pipeline-model-parallel-size", "--pp"),
+    ("--num-virtual-stages-per-pipeline-rank / --num-layers-per-virtual-pipeline-stage", "--vpp"),
+)
+
+
+def add_layout(parser: argparse.ArgumentParser) -> None:
+    """Flags that say which documents, and how they are laid out over GPUs: by Megatron's names, or shorter ones."""
+    parser.set_defaults(corpora=())
+    add = parser.add_argument
+    add(
+        "--lengths",
+        help="tokens of each document: a list such as 4,12, a .npy of integers, or a Megatron .idx (this or "
+        "--data-path is required)",
+    )
+    add(
+        "--data-path", nargs="*", metavar="WORD", help="prefixes of the corpora, with weights (default: none)"
+    )
+    add("--data-args-path", metavar="PATH", help="a file that holds --data-path (default: none)")
+    add("--per-split-data-args-path", metavar="PATH", help="a JSON file of each part's (default: none)")
+    for part in ("train", "valid", "test"):
+        add(
+            f"--{part}-data-path", nargs="*", metavar="WORD", help=f"prefixes of {part} alone (default: none)"
+        )
+    add("--split", help="shares of train, valid and test in --data-path (default: 969,30,1, as Megatron's)")
+    add(
+        "--seq-length",
+        "--window",
+        dest="window",
+        type=whole(1, TOKENS),
+        help="tokens of a window (required)",
+    )
+    add(
+        "--micro-batches",
+        type=whole(1),
+        help="windows of a data-parallel rank in an iteration: --global-batch-size over --dp (default: 1)",
+    )
+    add(
+        "--global-batch-size",
+        type=whole(1),
+        help="windows of an iteration over all data-parallel ranks; instead of --micro-batches (default: none)",
+    )
+    add(
+        "--micro-batch-size",
+        type=whole(1),
+        default=1,
+        help="windows of a micro-batch (default: 1)",
+    )
+    add("--world-size", type=whole(1, RANKS), help="GPUs of the job, from which --dp follows (default: none)")
+    add("--dp", type=whole(1, RANKS), help="data-parallel size (default: 1, or what --world-size says)")
+    add_sizes(parser)
+
+
+def add_sizes(parser: argparse.ArgumentParser) -> None:
+    """Context and tensor parallelism, of commands that take a launch command."""
+    parser.set_defaults(launched=False, notes=())
+    _size(parser, "--context-parallel-size", "--cp", "context-parallel size")
+    help_text = "tensor-parallel size; a micro-batch is padded to a multiple of --cp x --tp tokens"
+    _size(parser, "--tensor-model-parallel-size", "--tp", help_text)
+
+
+def add_pipeline(parser: argparse.ArgumentParser) -> None:
+    """Flags of the pipeline."""
+    _size(parser, "--pipeline-model-parallel-size", "--pp", "pipeline-parallel size")
+    help_text = "model chunks of a pipeline stage, for the interleaved schedule"
+    _size(parser, "--num-virtual-stages-per-pipeline-rank", "--vpp", help_text)
+
+
+def _size(parser: argparse.ArgumentParser, flag: str, alias: str, text: str) -> None:
+    kind = whole(1, RANKS)
+    parser.add_argument(flag, alias, dest=alias[2:], default=1, type=kind, help=f"{text} (default: 1)")
+
+
+def complete_layout(args: argparse.Namespace) -> None:
+    """Fills in the data-parallel size and the windows of a rank, as the flags give them. WlbError where they do not fit
+    together."""
+    if args.window is None:
+        raise UsageError("--seq-length (or --window) is required: tokens of a window")
+    ranks = args.tp * args.cp * args.pp
+    if args.world_size is not None:
+        if args.world_size % ranks:
+            raise UsageError(
+                f"{args.world_size} GPUs are not a multiple of --tp {args.tp} x --cp {args.cp} x --pp {args.pp}: "
+                "change one"
+            )
+        dp = args.world_size // ranks
+        if args.dp not in (None, dp):
+            raise UsageError(
+                f"--dp {args.dp} is not what --world-size {args.world_size} says ({dp}): drop one"
+            )
+        args.dp = dp
+    elif args.dp is None and args.launched:
+        raise UsageError(
+            "the launch command does not say how many GPUs it takes: give --world-size before --"
+        )
+    args.dp = args.dp or 1
+    if args.micro_batches is not None and args.global_batch_size is not None:
+        raise UsageError(
+            "--micro-batches and --global-batch-size say the same: give one (the first is of a data-parallel rank)"
+        )
+    if args.global_batch_size is not None:
+        if args.global_batch_size % args.dp:
+            raise UsageError(
+                f"--global-batch-size {args.global_batch_size} is not a multiple of the data-parallel size {args.dp}"
+            )
+        args.micro_batches = args.global_batch_size // args.dp
+    args.micro_batches = args.micro_batches or args.micro_batch_size
+    if args.micro_batches % args.micro_batch_size:
+        raise UsageError(
+            f"{args.micro_batches} windows of a data-parallel rank are not a multiple of --micro-batch-size "
+            f"{args.micro_batch_size}: change --global-batch-size, or one of the two"
+        )
+
+
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """One flag for each field of WlbConfig, named as in training but without --wlb."""
+    for setting in fields(WlbConfig):
+        if setting.name not in NOT_HERE:
+            add_setting(parser, setting.name)
+
+
+def add_setting(parser: argparse.ArgumentParser, name: str) -> None:
+    """The flag of one field of WlbConfig."""
+    setting = next(setting for setting in fields(WlbConfig) if setting.name == name)
+    options = flag_options(setting)
+    options["help"] = renamed(options["help"])
+    flags = [_flag(PREFIX + name), *([] if name in WHOLE_NAMES else [_flag(name)])]
+    parser.add_argument(*flags, dest=name, **options)
+
+
+def settings(args: argparse.Namespace) -> WlbConfig:
+    """The settings as given; args.notes gets a line on a value that is no longer offered. WlbError for a number that is
+    out of range, for what would change nothing, and for a launch command that training refuses."""
+    names = [setting.name for setting in fields(WlbConfig) if setting.name not in NOT_HERE]
+    config, lines = take_instead(WlbConfig(**{name: getattr(args, name) for name in names}))
+    args.notes = (*getattr(args, "notes", ()), *(f"note: {line}" for line in lines))
+    check_numbers(config)
+    if not getattr(args, "launched", False):  # training takes what changes nothing
+        refuse_idle(config)
+    elif lines := unsupported(args, config):
+        raise UsageError(lines[0])
+    return config
+
+
+def refuse_idle(config: WlbConfig) -> None:
+    """WlbError for a setting that the others leave without effect."""
+    plain = WlbConfig()
+    for name, needs in idle(config).items():
+        value = getattr(config, name)
+        if value not in (getattr(plain, name), "1"):
+            raise WlbError(
+                f"{_flag(name)} {value} changes nothing without {needs}: add that, or leave it out"
+            )
+
+
+def idle(config: WlbConfig) -> dict[str, str]:
+    """Names of settings that the others leave without effect, and what they need."""
+    requirements: dict[str, dict[str, list[str]]] = {}
+    used = set()
+    for field, entries in (("packing", PACKERS), ("sharding", SHARDINGS), ("cp_mode", CP_MODES)):
+        for name, entry in entries.items():
+            for setting in entry.settings:
+                requirements.setdefault(setting, {}).setdefault(field, []).append(name)
+                if name == getattr(config, field):
+                    used.add(setting)
+    idle_settings = {
+        setting: " or ".join(f"{_flag(field)} {' or '.join(names)}" for field, names in by.items())
+        for setting, by in requirements.items()
+        if setting not in used
+    }
+    if config.release != "balance" or config.cp_mode != "fixed":
+        idle_settings["micro_batches_per_window"] = "--release balance and --cp-mode fixed"
+    return idle_settings
+
+
+_LATENT = (
+    *("--multi-latent-attention", "--q-lora-rank", "--kv-lora-rank"),
+    *("--qk-head-dim", "--qk-pos-emb-head-dim", "--v-head-dim"),
+)
+
+
+class UsageError(WlbError):
+    """About the command line itself. It names flags as the user wrote them."""
+
+
+def explain_unknown(unknown_words: Sequence[str], takes: Container[str], prog: str) -> str:
+    """A line for the first flag with a known cure, else for all. The command did not understand
+    `unknown_words`; it has the flags `takes`. prog: how it is called."""
+    for part in unknown_words:
+        flag = part.split("=")[0]
+        plain = flag.replace("--wlb-", "--", 1)
+        if plain.removeprefix("--").replace("-", "_") in NOT_HERE:
+            return f"{flag} only affects training: leave it out here"
+        if flag in _LATENT and "--kv-channels" in takes:
+            return (
+                f"{flag} is not taken here: approximate multi-latent attention by --kv-channels, the mean channels of "
+                "a query and a value, with as many --num-query-groups as heads"
+            )
+    return f"unrecognized arguments: {' '.join(unknown_words)} (see {prog} --help)"
+
+
+def flags_of(config: WlbConfig) -> str:
+    """The flags to copy to the training command, without those that are defaults."""
+    plain, flags = WlbConfig(), []
+    for field in fields(WlbConfig):
+        value = getattr(config, field.name)
+        if value != getattr(plain, field.name) and _matters(field.name, config):
+            flag = _flag(PREFIX + field.name)
+            flags.append(flag if value is True else f"{flag} {value}")
+    return " ".join(flags)
+
+
+def _matters(name: str, config: WlbConfig) -> bool:
+    """Whether the setting does anything with this packing."""
+    of_varlen = ("micro_batches_per_window", "chunks")
+    return name not in {"gpu_memory", *idle(config)} and (not config.fixed_windows or name not in of_varlen)
 
 
 def _flag(name: str) -> str:

@@ -17,8 +17,18 @@ import numpy as np
 from wlb_megatron import __version__
 from wlb_megatron.analyze.analyze_command import add_analyze, run_analyze
 from wlb_megatron.analyze.output import as_json, print_analysis
-from wlb_megatron.arguments import name_flag
-from wlb_megatron.bounds import whole
+from wlb_megatron.arguments import (
+    UsageError,
+    add_layout,
+    add_pipeline,
+    add_settings,
+    complete_layout,
+    explain_unknown,
+    name_flag,
+    renamed,
+    settings,
+)
+from wlb_megatron.config import whole
 from wlb_megatron.doctor.doctor_command import add_doctor
 from wlb_megatron.documents.blocks import Lengths
 from wlb_megatron.documents.lengths import read_lengths
@@ -28,17 +38,8 @@ from wlb_megatron.patching import add_patch
 from wlb_megatron.plugin.flags.data_paths import DataPaths, training_corpora
 from wlb_megatron.plugin.sft.index_command import add_sft_index
 from wlb_megatron.profiler.profile_command import add_profile
-from wlb_megatron.report.watch_command import add_watch
-from wlb_megatron.settings_flags import (
-    UsageError,
-    add_layout,
-    add_pipeline,
-    add_settings,
-    complete_layout,
-    explain_unknown,
-    renamed,
-    settings,
-)
+from wlb_megatron.report.terminal import print_table
+from wlb_megatron.report.watch import add_watch
 from wlb_megatron.simulator.divisible import check_vpp
 from wlb_megatron.simulator.job import Job
 from wlb_megatron.simulator.job_flags import add_job, add_model, add_recompute, read_job
@@ -109,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_inspect(commands.add_parser("inspect", help="show the plans of documents of given lengths"))
     _add_analyze(commands.add_parser("analyze", help="predict what balancing gains on your documents"))
     add_profile(commands.add_parser("profile", help="measure a model's costs on this GPU"))
-    add_watch(commands.add_parser("watch", help="show a run from its --wlb-log, on a terminal or as a page"))
+    add_watch(commands.add_parser("watch", help="show a run from its --wlb-log"))
     add_sft_index(commands.add_parser("sft-index", help="tokenize conversations for --sft"))
     add_patch(commands.add_parser("patch", help="add the plugin's calls to a fork of Megatron-LM"))
     add_doctor(commands.add_parser("doctor", help="check what is installed here, and print what to fix"))
@@ -302,8 +303,6 @@ def write_json(value: Any, path: str) -> None:
 
 
 def _print_plans(inspection: dict[str, Any]) -> None:
-    from wlb_megatron.report.table import print_table
-
     for number, iteration in enumerate(inspection["iterations"]):
         rows = []
         for micro_batch in iteration["micro_batches"]:

@@ -1,12 +1,51 @@
-"""One dataclass holds every setting of the plugin; arguments.py makes the --wlb-* flags from it."""
+"""One dataclass holds every setting of the plugin; arguments.py makes the --wlb-* flags from it.
+
+Numbers that flags take have bounds. What is out of range, and NaN and infinity, which pass most comparisons, is
+refused.
+"""
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
-from wlb_megatron.bounds import COUNT, LARGEST, RANKS, SECONDS, TOKENS
 from wlb_megatron.registry import CP_MODES, KERNELS, PACKERS, SHARDINGS, choices, packer_entry
+
+Number = TypeVar("Number", int, float)
+
+TOKENS = 1 << 30
+"""The most tokens of a window or micro-batch: its square, the work of attention, must fit a 64-bit integer."""
+RANKS = 1 << 16
+COUNT = 1 << 20
+SEED = (1 << 31) - 1
+SECONDS = 1e7
+LARGEST = 1e30
+"""The largest rate or cost."""
+
+
+def whole(low: int, high: int = COUNT) -> Callable[[str], int]:
+    """An argparse type: a whole number from `low` to `high`."""
+    return _within(int, "a whole number", low, high)
+
+
+def real(low: float, high: float = LARGEST) -> Callable[[str], float]:
+    """An argparse type: a number from `low` to `high`, never NaN."""
+    return _within(float, "a number", low, high)
+
+
+def _within(number: Callable[[str], Number], kind: str, low: float, high: float) -> Callable[[str], Number]:
+    def read(text: str) -> Number:
+        with suppress(ValueError):
+            value = number(text)
+            if low <= value <= high:
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r} is not {kind} from {low} to {high}")
+
+    return read
+
 
 TOKEN_WEIGHTS = ("auto", "step", "equal")
 RELEASES = ("balance", "full")

@@ -21,13 +21,12 @@ from scripts.reproduce.page import as_page, draw, sections, speedup_rows
 from scripts.reproduce.paper import CONFIGURATIONS, LARGE_JOB, K
 from scripts.reproduce.tables import Finished, parts, reproduce
 from wlb_megatron import __version__
-from wlb_megatron.bounds import SEED, TOKENS, whole
+from wlb_megatron.config import SEED, TOKENS, whole
 from wlb_megatron.documents.lengths import read_lengths
 from wlb_megatron.errors import WlbError, explain_bad_values
 from wlb_megatron.packing.factory import too_small
 from wlb_megatron.packing.packer import read_per_window
-from wlb_megatron.report.progress import progress
-from wlb_megatron.report.table import print_table
+from wlb_megatron.report.terminal import print_table, progress
 from wlb_megatron.simulator.calibration import add_assumptions, read_assumptions
 from wlb_megatron.whole_files import of_this_process
 from wlb_megatron.workload.assumptions import Assumptions

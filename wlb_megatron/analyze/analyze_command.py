@@ -10,14 +10,14 @@ from pathlib import Path
 from wlb_megatron.analyze.comparison import Analysis, analyze, variants
 from wlb_megatron.analyze.pictures import draw_all, need_matplotlib
 from wlb_megatron.analyze.search import settings_tried
+from wlb_megatron.arguments import add_setting
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.blocks import Lengths
 from wlb_megatron.errors import WlbError
 from wlb_megatron.pipeline.kept_layers import recomputed_array
 from wlb_megatron.pipeline.orders import documents_in_chunks
-from wlb_megatron.report.progress import progress
+from wlb_megatron.report.terminal import progress
 from wlb_megatron.report.timeline import chrome_trace
-from wlb_megatron.settings_flags import add_setting
 from wlb_megatron.simulator.iteration import group_events
 from wlb_megatron.simulator.job import Job, Run
 from wlb_megatron.simulator.job_flags import add_job, read_job

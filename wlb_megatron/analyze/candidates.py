@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from wlb_megatron.analyze.settings_as_flags import flags_of
-from wlb_megatron.bounds import check_heads
+from wlb_megatron.arguments import flags_of
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
+from wlb_megatron.simulator.divisible import check_heads
 from wlb_megatron.simulator.job import DEFAULT_GIB, Job
 from wlb_megatron.simulator.model import LayerModel
 from wlb_megatron.workload.model import Layout

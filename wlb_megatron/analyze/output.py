@@ -10,10 +10,9 @@ from wlb_megatron.analyze.comparison import KEPT, NOISE, STEADY, Analysis, Gain,
 from wlb_megatron.analyze.measure import Measured, spread
 from wlb_megatron.analyze.recomputation import Recomputed
 from wlb_megatron.analyze.search import Found, Searched
-from wlb_megatron.analyze.settings_as_flags import flags_of
+from wlb_megatron.arguments import flags_of, renamed
 from wlb_megatron.documents.blocks import blocks
-from wlb_megatron.report.table import print_table
-from wlb_megatron.settings_flags import renamed
+from wlb_megatron.report.terminal import print_table
 from wlb_megatron.workload.memory import GIB
 
 

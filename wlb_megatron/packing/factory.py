@@ -11,8 +11,7 @@ from functools import partial
 
 import numpy as np
 
-from wlb_megatron.bounds import COUNT
-from wlb_megatron.config import WlbConfig
+from wlb_megatron.config import COUNT, WlbConfig
 from wlb_megatron.documents.blocks import Lengths, blocks
 from wlb_megatron.documents.corpus import Rules
 from wlb_megatron.documents.stream import DocumentStream

@@ -8,12 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from wlb_megatron.arguments import add_sizes
 from wlb_megatron.attention.kernels import kernel_choice
-from wlb_megatron.bounds import SECONDS, real
+from wlb_megatron.config import SECONDS, real
 from wlb_megatron.errors import WlbError, explain_bad_values, install
-from wlb_megatron.report.progress import progress
-from wlb_megatron.report.table import print_table
-from wlb_megatron.settings_flags import add_sizes
+from wlb_megatron.report.terminal import print_table, progress
 from wlb_megatron.simulator.job_flags import add_experts, add_model, profiled_model
 from wlb_megatron.workload.costs import Costs
 from wlb_megatron.workload.fit import fit

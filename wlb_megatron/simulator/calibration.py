@@ -6,7 +6,7 @@ import argparse
 from dataclasses import fields, replace
 from pathlib import Path
 
-from wlb_megatron.bounds import real, whole
+from wlb_megatron.config import real, whole
 from wlb_megatron.errors import WlbError, explain_bad_values
 from wlb_megatron.workload.assumptions import Assumptions
 from wlb_megatron.workload.costs import Costs

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 
-from wlb_megatron.bounds import check_heads
 from wlb_megatron.errors import WlbError
 from wlb_megatron.workload.model import Model
 
@@ -71,3 +70,17 @@ def _check_experts(shape: Model, args: argparse.Namespace) -> None:
 def _check_multiple(flag: str, value: int, by: str, size: int) -> None:
     if value % size:
         raise WlbError(f"{flag} {value} is not a multiple of {by} {size}: change one")
+
+
+def check_heads(heads: int, groups: int | None, *, hidden: int | None = None, tp: int = 1) -> None:
+    """Raises WlbError if attention heads do not divide as Megatron divides them.
+
+    hidden: given if a head's channels are its share of hidden.
+    """
+    if (hidden or heads) % heads:
+        raise WlbError(
+            f"--hidden-size {hidden} is not a multiple of --num-attention-heads {heads}; give --kv-channels"
+        )
+    for size, what in ((groups or heads, "--num-query-groups"), (tp, "the tensor-parallel size")):
+        if heads % size:
+            raise WlbError(f"--num-attention-heads {heads} is not a multiple of {what} {size}")

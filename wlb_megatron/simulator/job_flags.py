@@ -8,15 +8,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from wlb_megatron.bounds import RANKS, SEED, check_heads, real, whole
-from wlb_megatron.config import WlbConfig
+from wlb_megatron.arguments import add_pipeline
+from wlb_megatron.config import RANKS, SEED, WlbConfig, real, whole
 from wlb_megatron.documents.blocks import Lengths, blocks
 from wlb_megatron.errors import WlbError, explain_bad_values
 from wlb_megatron.packing.choose_chunks import Trainer
 from wlb_megatron.refusals import unsupported
-from wlb_megatron.settings_flags import add_pipeline
 from wlb_megatron.simulator.calibration import add_assumptions, profiled_shape, read_assumptions
-from wlb_megatron.simulator.divisible import check_divisible
+from wlb_megatron.simulator.divisible import check_divisible, check_heads
 from wlb_megatron.simulator.job import Job, RunLength
 from wlb_megatron.simulator.known_models import PRESETS, SHAPES
 from wlb_megatron.simulator.model import LayerModel

@@ -42,8 +42,7 @@ from wlb_megatron.packing.varlen.thresholds import Repeated
 from wlb_megatron.packing.varlen.varlen_packer import VarlenPacker
 from wlb_megatron.pipeline.kept_layers import Load, plan_kept_layers, stage_orders
 from wlb_megatron.plan import IterationPlan, Piece
-from wlb_megatron.report.progress import progress
-from wlb_megatron.report.table import print_table
+from wlb_megatron.report.terminal import print_table, progress
 from wlb_megatron.workload.cost_model import CostModel
 from wlb_megatron.workload.memory import GIB, ModelChunk, StageMemory
 

@@ -28,7 +28,7 @@ from wlb_megatron.plugin.logs.reporting import never_fatal
 from wlb_megatron.plugin.logs.stragglers import Drift
 from wlb_megatron.plugin.micro_batches.loaded import LoadedMicroBatch
 from wlb_megatron.plugin.micro_batches.planning import PlannedIteration, PlannedMicroBatch
-from wlb_megatron.report.progress import duration
+from wlb_megatron.report.terminal import duration
 from wlb_megatron.sharding.segments import ShardPlan
 
 WINDOW = 200

@@ -22,7 +22,7 @@ from typing import Any
 from wlb_megatron.child import Child
 from wlb_megatron.errors import WlbError
 from wlb_megatron.plugin.sft.tokenizer import ConversationTokenizer
-from wlb_megatron.report.progress import duration, progress
+from wlb_megatron.report.terminal import duration, progress
 from wlb_megatron.sft.conversations import BYTE_ORDER_MARK, BadLine, Reading, conversations_of
 from wlb_megatron.sft.index_files import (
     SHARD_BYTES,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from wlb_megatron.bounds import RANKS, whole
-from wlb_megatron.settings_flags import add_setting
+from wlb_megatron.arguments import add_setting
+from wlb_megatron.config import RANKS, whole
 from wlb_megatron.sft.index_files import Tokenizing
 
 

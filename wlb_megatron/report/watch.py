@@ -1,34 +1,75 @@
-"""A --wlb-log, read while a run appends to it, and what it comes to: a label and a text for each thing watched."""
+"""`wlb-megatron watch`: a --wlb-log, read while a run appends to it, and what it comes to, as a table."""
 
 from __future__ import annotations
 
+import argparse
 import json
+import sys
+import time
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from wlb_megatron.config import whole
 from wlb_megatron.errors import WlbError
-from wlb_megatron.report.progress import duration
+from wlb_megatron.report.terminal import duration, print_table
 
 KEPT = (
-    *("iteration", "tokens", "consumed_tokens", "train_iterations", "seconds_left", "time", "started"),
-    *(
-        "measured_ms",
-        "predicted_ms",
-        "arrival_ms",
-        "tflops_per_gpu",
-        "tokens_per_second_per_gpu",
-        "step_over_ideal",
-        "imbalance",
-        "cp_imbalance",
-    ),
+    *("iteration", "tokens", "consumed_tokens", "train_iterations", "seconds_left"),
+    *("measured_ms", "predicted_ms", "arrival_ms", "tflops_per_gpu", "tokens_per_second_per_gpu"),
+    *("step_over_ideal", "imbalance", "cp_imbalance"),
     *("dp_imbalance", "plan_wait_ms", "token_delay", "waiting_documents", "most_epochs", "memory_peak_gb"),
     *("recomputed_share", "peak_gib", "planned_peak_gib", "available_gib"),
-    *("slowest_rank", "slowest_host", "slowest_excess", "micro_batches", "update_skipped"),
+    *("slowest_rank", "slowest_host", "slowest_excess", "update_skipped"),
 )
 """Figures that are shown, so that weeks of a run fit into memory."""
 
 Row = dict[str, Any]
+
+NO_PAGE = (
+    "note: --html does nothing from this release on, and will be refused from the next: TensorBoard and Weights & "
+    "Biases draw the same figures (wlb/...)"
+)
+
+
+def add_watch(parser: argparse.ArgumentParser) -> None:
+    """Flags of `wlb-megatron watch`."""
+    parser.description = (
+        "Shows a run from its --wlb-log: progress, time left, speed, gain over arrival order, balance, slow ranks, "
+        "restarts. Figures of now are medians of the last 100 iterations."
+    )
+    parser.add_argument("log", metavar="STEPS.jsonl", type=Path, help="the file of --wlb-log")
+    parser.add_argument("--html", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--follow", action="store_true", help="go on until Ctrl-C or the run's last iteration"
+    )
+    parser.add_argument(
+        "--seconds", type=whole(1), default=10, help="between two looks with --follow (default: 10)"
+    )
+    parser.set_defaults(run=run_watch)
+
+
+def run_watch(args: argparse.Namespace) -> None:
+    """Show the run, with --follow again whenever the log has grown."""
+    if args.html is not None:
+        print(NO_PAGE, file=sys.stderr)
+    log = RunLog(args.log)
+    changed = log.read()
+    while True:
+        if changed or not args.follow:
+            _show(log, clear=args.follow and sys.stdout.isatty())
+        if not args.follow or share(log) == 1.0:
+            return
+        time.sleep(args.seconds)
+        changed = log.read()
+
+
+def _show(log: RunLog, *, clear: bool) -> None:
+    if clear:
+        print("\x1b[2J\x1b[H", end="")
+    print_table(str(log.path), ("", ""), summary(log))
+    if (trained_share := share(log)) is not None:
+        print(f"[{'#' * int(50 * trained_share):.<50}] {trained_share:.1%}", flush=True)
 
 
 class RunLog:
@@ -78,10 +119,6 @@ class RunLog:
         if isinstance(figures.get("started"), int | float):
             self.starts.add(figures["started"])
 
-    def column(self, name: str) -> list[tuple[int, float]]:
-        """Iterations that have the figure, in order, and the figure."""
-        return [(iteration, row[name]) for iteration, row in sorted(self.rows.items()) if name in row]
-
 
 def _fits(name: str, value: Any) -> bool:
     """Whether a figure can be shown: all are numbers, but for the name of a host."""
@@ -103,19 +140,15 @@ def summary(log: RunLog) -> list[tuple[str, str]]:
         cells.append(("time left", duration(seconds_left)))
     cells.append(("tokens", _tokens(last)))
     if pace := _median(latest, "measured_ms"):
-        rates = [{"rate": 1e3 * row["tokens"] / row["measured_ms"]} for row in _with(latest, "measured_ms")]
-        rate = _median(rates, "rate")
-        text = f"{pace:,.0f} ms, {rate or 0:,.0f} tokens/s"
+        rate = median(1e3 * row["tokens"] / row["measured_ms"] for row in _with(latest, "measured_ms"))
+        text = f"{pace:,.0f} ms, {rate:,.0f} tokens/s"
         if gpu := _median(latest, "tokens_per_second_per_gpu"):
             text += f", {gpu:,.0f} a GPU"
         if operations := _median(latest, "tflops_per_gpu"):
             text += f" ({operations:,.0f} TFLOP/s)"
         cells.append(("step", text))
-    ratios = [
-        {"of": row["measured_ms"] / row["predicted_ms"]}
-        for row in _with(latest, "measured_ms", "predicted_ms")
-    ]
-    if ratio := _median(ratios, "of"):
+    if both := _with(latest, "measured_ms", "predicted_ms"):
+        ratio = median(row["measured_ms"] / row["predicted_ms"] for row in both)
         cells.append(("measured over predicted", f"{ratio:.3f}"))
     if both := _with(rows, "arrival_ms", "predicted_ms"):
         gain = sum(row["arrival_ms"] for row in both) / sum(row["predicted_ms"] for row in both)

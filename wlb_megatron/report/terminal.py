@@ -1,9 +1,10 @@
-"""Shows a command's progress on stderr, and spells times."""
+"""What commands show on a terminal: tables in plain columns, progress on stderr, and times in words."""
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -54,3 +55,23 @@ def duration(seconds: float) -> str:
     if minutes < 48 * 60:
         return f"{minutes // 60} h {minutes % 60} min"
     return f"{minutes // 1440} d {minutes % 1440 // 60} h"
+
+
+def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Text to the left, numbers to the right, in columns as wide as they need."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    right_aligned = [all(_is_number(row[column]) for row in cells) for column in range(len(header))]
+    lines = [list(header), *cells]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    aligned_lines = [
+        "  ".join(
+            cell.rjust(width) if number else cell.ljust(width)
+            for cell, width, number in zip(line, widths, right_aligned, strict=True)
+        ).rstrip()
+        for line in lines
+    ]
+    print("\n".join([title, aligned_lines[0], "-" * max(map(len, aligned_lines)), *aligned_lines[1:], ""]))
+
+
+def _is_number(text: str) -> bool:
+    return re.fullmatch(r"[-+\d., %x]*", text) is not None
