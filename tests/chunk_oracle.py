@@ -13,9 +13,9 @@ from wlb_megatron.attention.device_layout import device_layout
 from wlb_megatron.attention.kernels.torch_backend import TorchKernels
 from wlb_megatron.attention.key_cache import KeyCache
 from wlb_megatron.attention.sharded_attention import LayerSettings, sharded_attention
+from wlb_megatron.pipeline.orders import links_of
 from wlb_megatron.plan import PADDING, Piece
 from wlb_megatron.sharding.attention_calls import attention_layout
-from wlb_megatron.sharding.chunks import links_of
 from wlb_megatron.sharding.cut import cut, pad
 from wlb_megatron.workload.kernel_table import h100
 

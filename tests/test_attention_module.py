@@ -31,10 +31,10 @@ from wlb_megatron.attention.kernels import kernel_choice
 from wlb_megatron.attention.kernels.kernel_choice import Layer, chosen, describe
 from wlb_megatron.attention.key_cache import cached_bytes, clear_caches
 from wlb_megatron.errors import WlbError
+from wlb_megatron.pipeline.orders import links_of
 from wlb_megatron.plan import Piece
 from wlb_megatron.profiler.profile_command import _backend
 from wlb_megatron.registry import KERNELS
-from wlb_megatron.sharding.chunks import links_of
 from wlb_megatron.sharding.select import shard, shard_all
 from wlb_megatron.workload.profile import ProfiledModel
 

@@ -16,7 +16,7 @@ from megatron_runs import ROOT, cpu_environment
 from wlb_megatron import errors
 from wlb_megatron.attention.kernels import kernel_choice, torch_backend
 from wlb_megatron.cli import main
-from wlb_megatron.doctor import attention_check, checks, doctor_command
+from wlb_megatron.doctor import attention_check, doctor_command
 from wlb_megatron.errors import WlbError
 from wlb_megatron.registry import KERNELS
 
@@ -61,8 +61,10 @@ def test_pypis_apex_and_an_unknown_megatron_are_named_and_the_exit_code_is_not_z
 
 
 def test_without_torch_the_rest_is_still_told(monkeypatch, capsys):
-    version = checks.installed_version
-    monkeypatch.setattr(checks, "installed_version", lambda name: None if name == "torch" else version(name))
+    version = doctor_command.installed_version
+    monkeypatch.setattr(
+        doctor_command, "installed_version", lambda name: None if name == "torch" else version(name)
+    )
     assert main(["doctor"]) == 2
     printed = capsys.readouterr()
     cure = f"planning works without it; to train: pip install '{ROOT}[gpu]'"
@@ -76,10 +78,10 @@ def test_the_cpu_that_answers_for_a_gpu_is_not_taken_for_one(monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setitem(sys.modules, "cpu_cuda", sys)
     monkeypatch.setattr(torch.version, "cuda", None)
-    (gpus,) = [finding for finding in checks.torch_and_gpus() if finding.what.startswith("GPU")]
+    (gpus,) = [finding for finding in doctor_command.torch_and_gpus() if finding.what.startswith("GPU")]
     assert gpus.found == "none"
     assert (Path(gpus.cure.split("put ")[1].split(" on PYTHONPATH")[0]) / "sitecustomize.py").exists()
-    assert all(finding.verdict != checks.FIX for finding in checks.transformer_engine())
+    assert all(finding.verdict != doctor_command.FIX for finding in doctor_command.transformer_engine())
 
 
 def test_flash_attention_of_another_version_and_what_stock_makes_of_it_are_told(monkeypatch):
@@ -87,27 +89,27 @@ def test_flash_attention_of_another_version_and_what_stock_makes_of_it_are_told(
         return {**KERNELS["fa4"].packages, **changed}.get(package)
 
     monkeypatch.setattr(kernel_choice, "version", version)
-    monkeypatch.setattr(checks, "installed_version", version)
+    monkeypatch.setattr(doctor_command, "installed_version", version)
     changed: dict[str, str] = {}
-    assert list(checks.flash_attention()) == [checks.Finding("FlashAttention-4", "4.0.0b36")]
+    assert list(doctor_command.flash_attention()) == [doctor_command.Finding("FlashAttention-4", "4.0.0b36")]
     changed["transformer-engine"] = "2.20.2"
-    _, stock = checks.flash_attention()
-    assert stock.verdict == checks.NOTE and "NVTE_FLASH_ATTN=0" in stock.cure
+    _, stock = doctor_command.flash_attention()
+    assert stock.verdict == doctor_command.NOTE and "NVTE_FLASH_ATTN=0" in stock.cure
     del changed["transformer-engine"]
     changed["flash-attn-4"] = "4.0.0b11"
-    (finding,) = checks.flash_attention()
-    assert (finding.found, finding.verdict) == ("4.0.0b11", checks.NOTE)
+    (finding,) = doctor_command.flash_attention()
+    assert (finding.found, finding.verdict) == ("4.0.0b11", doctor_command.NOTE)
     assert finding.cure == "flash-attn-4 is 4.0.0b11, tried is 4.0.0b36"
 
 
 def test_a_check_that_breaks_is_a_finding_and_a_checkout_that_is_none_is_refused():
     def broken_part():  # type: ignore[no-untyped-def]
-        yield checks.Finding("first", "fine")
+        yield doctor_command.Finding("first", "fine")
         raise RuntimeError("no\n such  library")
 
     first, second = doctor_command.examine(broken_part)
-    assert first.verdict == checks.OK
-    assert second == checks.Finding("broken part", "no such library", checks.FIX)
+    assert first.verdict == doctor_command.OK
+    assert second == doctor_command.Finding("broken part", "no such library", doctor_command.FIX)
     with pytest.raises(WlbError, match="has no folder megatron"):
         doctor_command.run_doctor(argparse.Namespace(checkout="/nowhere", no_self_test=True))
 
@@ -134,17 +136,17 @@ def test_the_self_test_sees_a_key_too_many_and_a_rank_that_fails_is_told_by_its_
 
 def test_a_checkout_without_dataset_helpers_is_told_what_megatrons_own_datasets_need(monkeypatch):
     known = {"pybind11", "megatron.core.datasets.helpers_cpp"}
-    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: name in known or None)
-    assert checks.dataset_helpers().found == "built"
+    monkeypatch.setattr(doctor_command.importlib.util, "find_spec", lambda name: name in known or None)
+    assert doctor_command.dataset_helpers().found == "built"
     known -= {"megatron.core.datasets.helpers_cpp"}
-    monkeypatch.setattr(checks.shutil, "which", lambda name: f"/usr/bin/{name}")
-    finding = checks.dataset_helpers()
-    assert finding.verdict == checks.NOTE
+    monkeypatch.setattr(doctor_command.shutil, "which", lambda name: f"/usr/bin/{name}")
+    finding = doctor_command.dataset_helpers()
+    assert finding.verdict == doctor_command.NOTE
     assert "the plugin does not need them, --wlb-off does" in finding.found
     assert "missing" not in finding.cure
     known.clear()
-    monkeypatch.setattr(checks.shutil, "which", lambda name: None)
-    finding = checks.dataset_helpers()
+    monkeypatch.setattr(doctor_command.shutil, "which", lambda name: None)
+    finding = doctor_command.dataset_helpers()
     assert "it lacks: make, a C++ compiler, python3-config, pybind11" in finding.cure
 
 
@@ -160,7 +162,7 @@ def test_an_extra_is_installed_from_a_checkout_and_never_from_an_index(monkeypat
 def test_json_holds_what_the_lines_say_and_nothing_else_is_printed(monkeypatch, capsys):
     for check in ("torch_and_gpus", "transformer_engine", "flash_attention", "apex"):
         monkeypatch.setattr(doctor_command, check, lambda: iter(()))
-    wrong = checks.Finding("Megatron", "none", checks.FIX, "install it")
+    wrong = doctor_command.Finding("Megatron", "none", doctor_command.FIX, "install it")
     monkeypatch.setattr(doctor_command, "megatron", lambda: iter([wrong]))
     assert main(["doctor", "--json", "--no-self-test"]) == 2
     results = json.loads(capsys.readouterr().out)

@@ -56,7 +56,7 @@ def test_a_module_imports_only_what_its_part_may(path: Path) -> None:
     part = where.split("/")[0]
     if part in PURE or where in PURE_FILES:
         assert not names & {"torch", "megatron", "transformer_engine", "triton"}
-    if part != "plugin" and where not in ("attention/core_attention.py", "profiler/profiled_layer.py"):
+    if part != "plugin" and where not in ("attention/core_attention.py", "profiler/layer.py"):
         assert "megatron" not in names
     if where != "attention/kernels/te_backend.py" and part != "profiler":
         assert "transformer_engine" not in names

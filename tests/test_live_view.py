@@ -23,6 +23,7 @@ from training_jobs import training_job
 
 from wlb_megatron.dynamic.cost import group_cost, token_ns
 from wlb_megatron.dynamic.plan import Group, StepPlan, block_sizes
+from wlb_megatron.pipeline.orders import links_of
 from wlb_megatron.plan import IterationPlan, MicroBatch, Piece
 from wlb_megatron.plugin.flags.limits import complete, fit_to_memory, recompute_memory
 from wlb_megatron.plugin.flags.training_job import TrainingJob
@@ -35,7 +36,6 @@ from wlb_megatron.plugin.logs.stragglers import CALIBRATION, WINDOW, Drift
 from wlb_megatron.plugin.micro_batches.planning import PlannedIteration, ShardSettings, plan_iterations
 from wlb_megatron.plugin.plans.source import open_part
 from wlb_megatron.report.terminal import duration
-from wlb_megatron.sharding.chunks import links_of
 from wlb_megatron.sharding.cut import orders_of
 from wlb_megatron.sharding.select import shard, shard_all
 from wlb_megatron.simulator.iteration import simulate

@@ -29,6 +29,7 @@ from wlb_megatron.documents.corpus import Rules
 from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.summary import PlanSummary
+from wlb_megatron.pipeline.orders import links_of
 from wlb_megatron.plan import Piece
 from wlb_megatron.plugin.micro_batches.iterators import (
     EvaluationIterator,
@@ -46,7 +47,6 @@ from wlb_megatron.plugin.plans.data import (
 )
 from wlb_megatron.plugin.step.pipeline_shapes import _drawn
 from wlb_megatron.refusals import Refused, RefusedHere
-from wlb_megatron.sharding.chunks import links_of
 from wlb_megatron.sharding.cut import pad
 from wlb_megatron.sharding.select import shard, shard_all
 

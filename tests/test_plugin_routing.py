@@ -13,6 +13,7 @@ from megatron.core.transformer.moe.moe_utils import (
 )
 
 from wlb_megatron.packing.summary import PlanSummary
+from wlb_megatron.pipeline.orders import links_of
 from wlb_megatron.plan import Piece
 from wlb_megatron.plugin import install
 from wlb_megatron.plugin.job_state import part
@@ -32,7 +33,6 @@ from wlb_megatron.plugin.model.routing import (
     wrap_set_loss_scale,
     wrap_token_counts,
 )
-from wlb_megatron.sharding.chunks import links_of
 from wlb_megatron.sharding.cut import cut, pad
 from wlb_megatron.sharding.select import shard
 from wlb_megatron.workload.kernel_table import h100

@@ -22,7 +22,7 @@ from megatron_runs import free_port
 from training_jobs import training_job
 
 from wlb_megatron.attention.kernels import before_training
-from wlb_megatron.doctor import checks
+from wlb_megatron.doctor import doctor_command
 from wlb_megatron.errors import CPU, WlbError
 from wlb_megatron.plugin.flags import versions
 from wlb_megatron.plugin.model.delta_nets import AtDocuments
@@ -250,12 +250,15 @@ def test_a_check_that_cannot_run_says_its_last_line(monkeypatch):
 def test_doctor_checks_a_version_that_was_not_tried(monkeypatch):
     monkeypatch.setattr(versions, "sources_digest", lambda: "changed")
     monkeypatch.setattr(megatron_trial, "check", lambda: 3e-6)
-    by_name = {result.what: result for result in checks.megatron()}
-    assert by_name["megatron-core"].verdict == checks.NOTE and "not tried" in by_name["megatron-core"].cure
-    (finding,) = checks.untried_step()
+    by_name = {result.what: result for result in doctor_command.megatron()}
+    assert (
+        by_name["megatron-core"].verdict == doctor_command.NOTE
+        and "not tried" in by_name["megatron-core"].cure
+    )
+    (finding,) = doctor_command.untried_step()
     assert finding.found.endswith("come out right within 3e-06")
     monkeypatch.undo()
-    assert not list(checks.untried_step())
+    assert not list(doctor_command.untried_step())
 
 
 # A Transformer Engine that was not tried: reported if its attention is right, else refused with a cure.
@@ -332,9 +335,9 @@ def test_the_versions_tried_are_those_that_the_packages_asks_for():
 
 def test_doctor_tells_of_a_version_that_was_not_tried(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.30")
-    monkeypatch.setattr(checks, "gpu_count", lambda: 0)
-    finding = next(checks.transformer_engine())
-    assert (finding.verdict, finding.found) == (checks.NOTE, "2.30") and "not tried" in finding.cure
+    monkeypatch.setattr(doctor_command, "gpu_count", lambda: 0)
+    finding = next(doctor_command.transformer_engine())
+    assert (finding.verdict, finding.found) == (doctor_command.NOTE, "2.30") and "not tried" in finding.cure
 
 
 NETS = {

@@ -10,11 +10,9 @@ import pytest
 from wlb_megatron.errors import WlbError
 from wlb_megatron.profiler.points import GRIDS, attention_points
 from wlb_megatron.workload.costs import Curve
-from wlb_megatron.workload.fit import fit
-from wlb_megatron.workload.fit_attention import Overheads, leave_out, predicted
+from wlb_megatron.workload.fit import Device, Overheads, fit, leave_out, predicted
 from wlb_megatron.workload.kernel_table import h100
 from wlb_megatron.workload.model import Experts
-from wlb_megatron.workload.pairs_table import Device
 from wlb_megatron.workload.profile import (
     FORMAT,
     Profile,
@@ -31,9 +29,8 @@ LAYER = (20.0, 45.0)
 SHARES = {"forward": 1 / 3.5, "backward": 2.5 / 3.5}
 
 
-OVERHEADS = Overheads(
-    call=7_000.0, segment=400.0, query=1.0, key=2.0, second_call=5_000.0, moved_query=3.0, moved_key=1.5
-)
+OVERHEADS = Overheads(7_000.0, 400.0, 1.0, 2.0, 5_000.0, 3.0, 1.5)
+"""A call, a segment, a row of queries and of keys; a second call, a row moved for it of queries and of keys."""
 
 
 def truth(way: str, *, executor: bool = True) -> Any:
@@ -44,16 +41,13 @@ def truth(way: str, *, executor: bool = True) -> Any:
     def part(rows: Any) -> Any:
         return tuple(tuple(ns * share for ns in row) for row in rows)
 
-    alike = "call", "segment", "second_call", "moved_query", "moved_key"
-    rows = {name: getattr(OVERHEADS, name) for name in alike}
-    rows |= {"query_row": OVERHEADS.query, "key_row": OVERHEADS.key}
     return replace(
         table,
         rectangle=part(table.rectangle),
         bottom_right=part(table.bottom_right),
         diagonal=tuple(ns * share for ns in table.diagonal),
         tile_key=0.0,
-        **{name: ns * executor for name, ns in rows.items()},
+        **{name: ns * executor for name, ns in OVERHEADS._asdict().items()},
     )
 
 
@@ -148,7 +142,7 @@ def test_bottom_right_calls_have_the_times_that_were_measured_of_them(samples, b
         pairs = {
             way: truth(way, executor=False).rectangle_ns(*map(np.array, (queries, keys))) for way in SHARES
         }
-        rows = OVERHEADS.segment + OVERHEADS.query * queries + OVERHEADS.key * keys
+        rows = OVERHEADS.segment + OVERHEADS.query_row * queries + OVERHEADS.key_row * keys
         beside = OVERHEADS.call + copies * rows
         return sample | {way: [round(float(ns) * copies * share + beside)] * 3 for way, ns in pairs.items()}
 

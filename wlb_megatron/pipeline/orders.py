@@ -203,42 +203,58 @@ def _order(forwards: list[Step], backwards: list[Step], warm_up: int) -> list[St
     return order + backwards[len(forwards[warm_up:]) :]
 
 
+class Link(NamedTuple):
+    """Piece `piece` of `micro_batch` continues where piece `earlier_piece` of micro-batch `earlier` ends."""
+
+    micro_batch: int
+    piece: int
+    earlier: int
+    earlier_piece: int
+
+
+def links_of(micro_batches: Sequence[Sequence[Piece]]) -> tuple[Link, ...]:
+    """The links of one data-parallel rank's micro-batches, in order; empty if no piece has a prefix.
+
+    Raises ValueError if earlier micro-batches do not hold exactly a piece's prefix (its document up to the piece's
+    start), or if two pieces have the same prefix.
+    """
+    # Most plans have no chunks: that is seen fast.
+    if not any(any(map(_PREFIX, pieces)) for pieces in micro_batches):
+        return ()
+    ends: dict[tuple[int, int, int], tuple[int, int]] = {}
+    links = []
+    for index, pieces in enumerate(micro_batches):
+        for number, piece in enumerate(pieces):
+            if not piece.prefix:
+                continue
+            end = ends.pop((piece.epoch, piece.document, piece.start), None)
+            before = None if end is None else micro_batches[end[0]][end[1]]
+            if end is None or before is None or before.prefix + before.tokens != piece.prefix:
+                raise ValueError(
+                    f"micro-batch {index}: tokens [{piece.start}, {piece.end}) of document {piece.document} attend to "
+                    f"{piece.prefix} before them, which earlier micro-batches of the rank do not hold as one prefix"
+                )
+            links.append(Link(index, number, *end))
+        # After the loop above, because no piece continues inside its own micro-batch.
+        ends |= {
+            (piece.epoch, piece.document, piece.end): (index, number) for number, piece in enumerate(pieces)
+        }
+    return tuple(links)
+
+
 def groups(micro_batches: Sequence[Sequence[Piece]]) -> tuple[int, ...]:
     """Sizes of the groups of one data-parallel rank's micro-batches, in order.
 
-    Micro-batches are in one group if a document in chunks connects them, directly or through others. A piece with a
-    prefix continues a piece of an earlier micro-batch that ends where it starts and belongs to the same part of the
-    document (start - prefix is equal). Pieces (document, start, end, prefix) in 4 micro-batches:
+    Micro-batches are in one group if a document in chunks connects them, directly or through others. Pieces (document,
+    start, end, prefix) in 4 micro-batches:
     [(7, 0, 4, 0)] [(7, 4, 6, 4), (8, 0, 2, 0)] [(9, 0, 5, 0)] [(9, 5, 6, 5)] make groups of 2, 2.
     Raises ValueError where a prefix has no earlier part, or micro-batches in a group are not consecutive.
     """
-    # Most plans have no chunks: that is seen fast.
-    if not any(any(map(_PREFIX, row)) for row in micro_batches):
-        return (1,) * len(micro_batches)
-    wanted_ends = {
-        (epoch, document, start)
-        for row in micro_batches
-        for epoch, document, start, _, prefix in row
-        if prefix
-    }
-    chunked = {document for _, document, _ in wanted_ends}
-    ends: dict[tuple[int, int, int], tuple[int, int]] = {}  # micro-batch and start of the document's part
-    parents = list(range(len(micro_batches)))  # the first micro-batch connected to each, so far as is known
-    for index, row in enumerate(micro_batches):
-        for piece in row:
-            if not piece[4]:
-                continue
-            epoch, document, start, _, prefix = piece
-            before, part = ends.get((epoch, document, start), (-1, 0))
-            if before < 0 or part != start - prefix:
-                raise ValueError(
-                    f"{piece} of micro-batch {index} continues no piece of an earlier micro-batch"
-                )
-            _join(parents, before, index)
-        for epoch, document, start, end, prefix in row:
-            if document in chunked and (epoch, document, end) in wanted_ends:
-                ends[epoch, document, end] = index, start - prefix
-    firsts = [_first(parents, index) for index in range(len(parents))]
+    firsts = list(range(len(micro_batches)))  # the first micro-batch connected to each, so far as is known
+    for link in links_of(micro_batches):
+        first, second = sorted((firsts[link.earlier], firsts[link.micro_batch]))
+        if first != second:
+            firsts = [first if connected == second else connected for connected in firsts]
     sizes: list[int] = []
     for index, first in enumerate(firsts):
         if first == index:
@@ -258,15 +274,11 @@ def documents_in_chunks(micro_batches: Sequence[Sequence[Piece]]) -> list[int]:
     Of several, the first. Pieces (document, start, end, prefix) [(7, 0, 4, 0)] [(7, 4, 6, 4), (8, 0, 2, 0)] [(9, 0, 5,
     0)] give 7, 7, -1.
     """
-    continued = {
-        (piece.epoch, piece.document, piece.start) for row in micro_batches for piece in row if piece.prefix
-    }
-    if not continued:
-        return [-1] * len(micro_batches)
-    return [
-        next((p.document for p in row if p.prefix or (p.epoch, p.document, p.end) in continued), -1)
-        for row in micro_batches
-    ]
+    documents, links = [-1] * len(micro_batches), links_of(micro_batches)
+    chunks = {place for link in links for place in (link[:2], link[2:])}
+    for index, piece in sorted(chunks, reverse=True):
+        documents[index] = micro_batches[index][piece].document
+    return documents
 
 
 def joined_groups(ranks: Sequence[Sequence[int]]) -> tuple[int, ...]:
@@ -280,14 +292,3 @@ def joined_groups(ranks: Sequence[Sequence[int]]) -> tuple[int, ...]:
         raise ValueError(f"groups {[list(sizes) for sizes in ranks]} are not of equally many micro-batches")
     ends = sorted(cuts)
     return tuple(end - begin for begin, end in zip([0, *ends], ends, strict=False))
-
-
-def _first(parents: list[int], index: int) -> int:
-    while parents[index] != index:
-        index = parents[index]
-    return index
-
-
-def _join(parents: list[int], first: int, second: int) -> None:
-    root, other_root = sorted((_first(parents, first), _first(parents, second)))
-    parents[other_root] = root

@@ -26,6 +26,7 @@ from wlb_megatron.profiler.layer import (
     keep_gradients,
     layer_step,
     loss_step,
+    megatron_layer,
     optimizer_step,
     torch_layer,
 )
@@ -120,8 +121,6 @@ class _Parts:
     def _layer(self, backend: str, say: Say) -> tuple[Any, Any, str]:
         if backend != "torch":
             try:
-                from wlb_megatron.profiler.profiled_layer import megatron_layer
-
                 return megatron_layer(self.model)
             except (ImportError, RuntimeError, AssertionError, AttributeError, TypeError) as error:
                 say(

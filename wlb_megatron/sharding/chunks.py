@@ -11,46 +11,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from wlb_megatron.plan import Piece
+from wlb_megatron.pipeline.orders import Link
 from wlb_megatron.sharding.segments import Chunks, IntArray, ShardPlan, _ranges
-
-
-class Link(NamedTuple):
-    """Piece `piece` of `micro_batch` continues where piece `earlier_piece` of micro-batch `earlier` ends."""
-
-    micro_batch: int
-    piece: int
-    earlier: int
-    earlier_piece: int
-
-
-def links_of(micro_batches: Sequence[Sequence[Piece]]) -> tuple[Link, ...]:
-    """The links of one data-parallel rank's micro-batches, in order; empty if no piece has a prefix.
-
-    Raises ValueError if earlier micro-batches do not hold exactly a piece's prefix (its document up to the piece's
-    start), or if two pieces have the same prefix.
-    """
-    if not any(piece.prefix for pieces in micro_batches for piece in pieces):
-        return ()
-    ends: dict[tuple[int, int, int], tuple[int, int]] = {}
-    links = []
-    for index, pieces in enumerate(micro_batches):
-        for number, piece in enumerate(pieces):
-            if not piece.prefix:
-                continue
-            end = ends.pop((piece.epoch, piece.document, piece.start), None)
-            before = None if end is None else micro_batches[end[0]][end[1]]
-            if end is None or before is None or before.prefix + before.tokens != piece.prefix:
-                raise ValueError(
-                    f"micro-batch {index}: tokens [{piece.start}, {piece.end}) of document {piece.document} attend to "
-                    f"{piece.prefix} before them, which earlier micro-batches of the rank do not hold as one prefix"
-                )
-            links.append(Link(index, number, *end))
-        # After the loop above, because no piece continues inside its own micro-batch.
-        ends |= {
-            (piece.epoch, piece.document, piece.end): (index, number) for number, piece in enumerate(pieces)
-        }
-    return tuple(links)
 
 
 def around(

@@ -10,11 +10,10 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from wlb_megatron.pipeline.orders import groups, joined_groups
+from wlb_megatron.pipeline.orders import Link, groups, joined_groups, links_of
 from wlb_megatron.plan import PADDING, IterationPlan, Piece
 from wlb_megatron.registry import SHARDINGS, builds_by_size
 from wlb_megatron.sharding.alignment import padding
-from wlb_megatron.sharding.chunks import Link, links_of
 from wlb_megatron.sharding.predict import in_one_call, in_two_calls
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.sharding.select import shard_all

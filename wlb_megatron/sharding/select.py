@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import numpy.typing as npt
 
+from wlb_megatron.pipeline.orders import Link
 from wlb_megatron.registry import SHARDINGS
-from wlb_megatron.sharding.chunks import Holders, Link, around
+from wlb_megatron.sharding.chunks import Holders, around
 from wlb_megatron.sharding.predict import predict_all
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.sharding.slots import PieceList

@@ -20,6 +20,7 @@ from torch import Tensor
 from wlb_megatron.documents.blend import Blend
 from wlb_megatron.packing.summary import PlanSummary
 from wlb_megatron.pipeline.kept_layers import Load, loads_of
+from wlb_megatron.pipeline.orders import links_of
 from wlb_megatron.plan import MicroBatch, Piece
 from wlb_megatron.plugin.flags.refusal_printing import checked
 from wlb_megatron.plugin.job_state import part
@@ -30,7 +31,6 @@ from wlb_megatron.plugin.step.losses import unchecked
 from wlb_megatron.plugin.step.recomputation import Recomputation, by_the_flags
 from wlb_megatron.refusals import RefusedHere
 from wlb_megatron.sharding.attention_calls import AttentionLayout, attention_layout
-from wlb_megatron.sharding.chunks import links_of
 from wlb_megatron.sharding.cut import cut
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.sharding.select import shard_all
