@@ -34,7 +34,7 @@ from wlb_megatron.plugin.job_state import part
 from wlb_megatron.plugin.model import spec
 from wlb_megatron.plugin.step import forward_step as steps
 from wlb_megatron.plugin.step import recomputation
-from wlb_megatron.plugin.step.deferred_losses import DeferredLoss
+from wlb_megatron.plugin.step.losses import DeferredLoss
 
 OUT = Path(os.environ["WORKER_OUT"])
 EXACT = "WORKER_EXACT" in os.environ

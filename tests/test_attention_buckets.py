@@ -27,8 +27,8 @@ from wlb_megatron.attention.kernels.graph_buckets import (
 )
 from wlb_megatron.attention.kernels.torch_backend import TorchKernels
 from wlb_megatron.plugin.micro_batches.planning import ShardSettings
-from wlb_megatron.plugin.step import kernel_graphs
-from wlb_megatron.plugin.step.kernel_graphs import GraphSizes, build_graphs, likeliest_first
+from wlb_megatron.plugin.step import rehearsal
+from wlb_megatron.plugin.step.rehearsal import GraphSizes, build_graphs, likeliest_first
 from wlb_megatron.registry import SHARDINGS
 from wlb_megatron.sharding.alignment import padding
 from wlb_megatron.sharding.attention_calls import attention_layout
@@ -213,8 +213,8 @@ class Clock:
 
     def __init__(self, monkeypatch, each):
         self.now, self.each, self.built, self.lines = 0.0, each, [], []
-        monkeypatch.setattr(kernel_graphs.time, "perf_counter", lambda: self.now)
-        monkeypatch.setattr(kernel_graphs, "likeliest_first", self.listed)
+        monkeypatch.setattr(rehearsal.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(rehearsal, "likeliest_first", self.listed)
         monkeypatch.setattr("megatron.training.print_rank_0", self.lines.append)
 
     def listed(self, chunks, met):
@@ -240,7 +240,7 @@ def test_which_equal_sequences_get_kernels_of_their_own_is_no_matter_of_time(mon
     clock = Clock(monkeypatch, each=10.0)
     equal = [(True, None, Equal(1, 32, 32)), (False, None, Equal(1, 32, 64))]
     listed = [(clock, graph) for graph in [*equal, (True, None, Bucket(32, 1, 1))]]
-    monkeypatch.setattr(kernel_graphs, "likeliest_first", lambda chunks, met: listed)
+    monkeypatch.setattr(rehearsal, "likeliest_first", lambda chunks, met: listed)
     assert build_graphs([], a_rank(), seconds) == built and clock.built == equal[:built]
 
 

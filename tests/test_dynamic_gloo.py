@@ -51,8 +51,8 @@ def attend_in_groups(rank: int, world: int) -> None:
     from megatron.core import parallel_state
 
     from wlb_megatron.plugin.job_state import part
-    from wlb_megatron.plugin.micro_batches import groups
-    from wlb_megatron.plugin.micro_batches.groups import make_groups, process_group
+    from wlb_megatron.plugin.micro_batches import loaded
+    from wlb_megatron.plugin.micro_batches.loaded import make_groups, process_group
     from wlb_megatron.plugin.micro_batches.planning import RankGroup
 
     alone = [dist.new_group([member]) for member in range(world)][rank]
@@ -60,7 +60,7 @@ def attend_in_groups(rank: int, world: int) -> None:
     parallel_state.get_data_parallel_group = lambda with_context_parallel: dist.group.WORLD
     parallel_state.get_context_parallel_group = lambda: alone
     make_groups(timedelta(minutes=77))
-    made = [group for group in part(groups.RankGroups).by_size.values() if group is not dist.group.WORLD]
+    made = [group for group in part(loaded.RankGroups).by_size.values() if group is not dist.group.WORLD]
     assert made  # their collectives wait as long as the flag says, not torch's own ten minutes on GPUs
     for group in made:
         assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(minutes=77)
@@ -96,8 +96,7 @@ def small_planner() -> Planner:
 def agree_on_plans(rank: int, world: int) -> None:
     """Four iterations, then the sender closes: same digests everywhere, documents and state of fixed groups."""
     from wlb_megatron.plugin.micro_batches.planning import ShardSettings, plan_iterations
-    from wlb_megatron.plugin.plans.dynamic import DynamicSettings, plan_groups
-    from wlb_megatron.plugin.plans.planning_process import GroupPlanner
+    from wlb_megatron.plugin.plans.dynamic import DynamicSettings, GroupPlanner, plan_groups
     from wlb_megatron.plugin.stores import PlanStore
 
     asked = itertools.count()

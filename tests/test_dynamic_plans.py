@@ -30,7 +30,7 @@ from wlb_megatron.dynamic.plan import (
     in_multiples,
 )
 from wlb_megatron.dynamic.plan_step import FIXED, LATE, plan_step, predicted_time
-from wlb_megatron.plugin.plans.planning_process import GroupPlanner
+from wlb_megatron.plugin.plans.dynamic import GroupPlanner
 from wlb_megatron.workload.assumptions import Assumptions
 from wlb_megatron.workload.kernel_table import h100
 

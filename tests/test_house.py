@@ -23,7 +23,7 @@ FLOORS += ("analyze", "plugin", "doctor", "cpu")
 """Folders from the bottom up: each may import those before it, and the package's own files.
 
 `cpu` comes last, so that no other folder imports it: it changes torch.cuda for the whole process."""
-PLUGIN_FLOORS = ("flags", "micro_batches", "logs", "model", "step", "trials", "plans", "sft")
+PLUGIN_FLOORS = ("flags", "micro_batches", "logs", "model", "step", "plans", "sft")
 """The same inside plugin/: Megatron's flags, planned micro-batches, hooks, and what makes them of a job. The folder's
 own files are its bottom (job_state, stores) and its top (hooks, launch)."""
 ENTRIES = ("__init__", "cli", "inspect_plans", "launch", "pretrain_gpt", "pretrain_hybrid")

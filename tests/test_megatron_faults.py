@@ -62,7 +62,7 @@ def kill_planning(log: Path, marks: set[str], trained: list[int]) -> None:
         time.sleep(0.01)
     for about in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
-            planning = b"planning_process" in about.read_bytes()
+            planning = b"_planned_parts" in about.read_bytes()
             if planning and marks <= {*about.with_name("environ").read_text().split("\0")}:
                 os.kill(int(about.parent.name), signal.SIGKILL)
                 trained.append(log.read_text().count("\n"))

@@ -19,9 +19,8 @@ from wlb_megatron.packing.summary import PlanSummary
 from wlb_megatron.plan import Piece
 from wlb_megatron.plugin import install
 from wlb_megatron.plugin.logs import logged_losses
-from wlb_megatron.plugin.micro_batches.loaded import HeldTokens, Layout
+from wlb_megatron.plugin.micro_batches.loaded import HeldTokens, Layout, PackedDocuments
 from wlb_megatron.plugin.micro_batches.planning import PlannedMicroBatch
-from wlb_megatron.plugin.plans.data import PackedDocuments
 from wlb_megatron.plugin.step.multi_token import (
     refuse_other_form,
     wrap_is_inference_linear,

@@ -25,7 +25,7 @@ from wlb_megatron.plan import IterationPlan, MicroBatch, Piece
 from wlb_megatron.plugin import stores
 from wlb_megatron.plugin.flags.open_files import allow_open_files
 from wlb_megatron.plugin.job_state import begin_job
-from wlb_megatron.plugin.micro_batches.iterators import MicroBatchIterator
+from wlb_megatron.plugin.micro_batches.iterators import MicroBatchIterator, MicroBatchSampler
 from wlb_megatron.plugin.micro_batches.planning import (
     PlannedIteration,
     ShardSettings,
@@ -33,7 +33,6 @@ from wlb_megatron.plugin.micro_batches.planning import (
     update_digest,
 )
 from wlb_megatron.plugin.plans.agreement import EVERY, PlanAgreement, shared_gpu
-from wlb_megatron.plugin.plans.data import MicroBatchSampler
 from wlb_megatron.plugin.stores import KEPT, PlanStore, common_store, wait_for
 from wlb_megatron.refusals import RefusedHere
 from wlb_megatron.sharding.cut import digest_of_cuts

@@ -9,7 +9,7 @@ import sys
 import threading
 import tracemalloc
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
@@ -34,17 +34,14 @@ from wlb_megatron.plan import Piece
 from wlb_megatron.plugin.micro_batches.iterators import (
     EvaluationIterator,
     MicroBatchIterator,
-    RepeatedIterations,
-)
-from wlb_megatron.plugin.micro_batches.loaded import DocumentRows, Layout
-from wlb_megatron.plugin.micro_batches.planning import PlanAhead, PlannedIteration, PlannedMicroBatch
-from wlb_megatron.plugin.plans.data import (
     MicroBatchSampler,
-    PackedDocuments,
+    RepeatedIterations,
     files_of_workers,
     make_loader,
     read_ahead,
 )
+from wlb_megatron.plugin.micro_batches.loaded import DocumentRows, Layout, PackedDocuments
+from wlb_megatron.plugin.micro_batches.planning import PlanAhead, PlannedIteration, PlannedMicroBatch
 from wlb_megatron.plugin.step.pipeline_shapes import _drawn
 from wlb_megatron.refusals import Refused, RefusedHere
 from wlb_megatron.sharding.cut import pad
@@ -392,7 +389,7 @@ def test_an_error_while_planning_is_raised_where_the_plan_is_asked_for():
 def test_a_stage_that_needs_no_tokens_reads_none_and_flops_are_told_by_document_without_padding(tmp_path):
     corpus = corpus_of(tmp_path, [[1, 2]])
     batch = PackedDocuments(corpus, Layout(0, 1, 8, False))[whole(0, 2)]
-    tensors = [field.name for field in fields(batch) if torch.is_tensor(getattr(batch, field.name))]
+    tensors = [name for name, value in batch._asdict().items() if torch.is_tensor(value)]
     assert batch.held is None and tensors == ["bounds"] and batch.bounds.tolist() == [0, 2]
     # What Megatron sums squares of: 8 documents of 512 are an eighth of one of 4,096; 3 tokens of padding none.
     corpus = corpus_of(tmp_path, [[1] * 4096, *([2] * 512 for _ in range(8)), [3] * 5])
@@ -420,8 +417,7 @@ def test_the_loader_pins_every_tensor_of_a_micro_batch(tmp_path, monkeypatch):
     pinned = pin_memory(loaded)
 
     def tensors(parts: Any) -> dict[str, torch.Tensor]:
-        values = {field.name: getattr(parts, field.name) for field in fields(parts)}
-        return {name: value for name, value in values.items() if torch.is_tensor(value)}
+        return {name: value for name, value in parts._asdict().items() if torch.is_tensor(value)}
 
     actual, expected = tensors(pinned) | tensors(pinned.held), tensors(loaded) | tensors(loaded.held)
     assert len(actual) == 7 and list(actual) == list(expected)

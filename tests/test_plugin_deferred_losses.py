@@ -10,7 +10,7 @@ import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
-from wlb_megatron.plugin.step.deferred_losses import (
+from wlb_megatron.plugin.step.losses import (
     claim,
     deferred_of,
     deferring,

@@ -24,7 +24,7 @@ from wlb_megatron.plugin.flags.limits import (
     recompute_memory,
 )
 from wlb_megatron.plugin.flags.training_job import TrainingJob
-from wlb_megatron.plugin.plans.first_lines import _of_recomputation
+from wlb_megatron.plugin.plans.source import _of_recomputation
 from wlb_megatron.workload.memory import GIB, chunked_bytes, chunks_in_flight, logits_bytes, memory_needed
 from wlb_megatron.workload.model import Layout, Model
 

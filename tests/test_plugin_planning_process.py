@@ -27,14 +27,16 @@ from wlb_megatron.packing.packer import PackingJob
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.plan import IterationPlan
 from wlb_megatron.plugin.logs.prediction import UntilItFails, in_arrival_order
+from wlb_megatron.plugin.micro_batches import planning
 from wlb_megatron.plugin.micro_batches.planning import (
     PlanAhead,
     PlannedIteration,
     ShardSettings,
+    check_alive,
+    in_a_process,
+    plan_in_a_process,
     plan_iterations,
 )
-from wlb_megatron.plugin.plans import planning_process
-from wlb_megatron.plugin.plans.planning_process import check_alive, in_a_process, plan_in_a_process
 from wlb_megatron.sharding.cut import digest_of_cuts
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.workload.cost_model import CostModel
@@ -177,7 +179,7 @@ def test_a_process_that_is_killed_or_stands_still_is_told_and_never_waited_for_f
             super().__init__(work)
             started.append(self)
 
-    monkeypatch.setattr(planning_process, "Child", Noted)
+    monkeypatch.setattr(planning, "Child", Noted)
     monkeypatch.setattr(child, "PATIENCE", 0.5)
     blend = corpora(tmp_path)
     ends = (signal.SIGKILL, "been killed by signal 9"), (signal.SIGSTOP, "no plan in 0.5 s")

@@ -24,10 +24,10 @@ from training_jobs import training_job
 from wlb_megatron.attention.kernels import before_training
 from wlb_megatron.doctor import doctor_command
 from wlb_megatron.errors import CPU, WlbError
+from wlb_megatron.plugin import install, megatron_trial
 from wlb_megatron.plugin.flags import versions
-from wlb_megatron.plugin.model.delta_nets import AtDocuments
-from wlb_megatron.plugin.trials import megatron_check, megatron_trial
-from wlb_megatron.plugin.trials.megatron_trial import Comparison, try_delta_nets, try_transformer_engine
+from wlb_megatron.plugin.megatron_trial import Comparison, try_transformer_engine
+from wlb_megatron.plugin.model.delta_nets import AtDocuments, try_delta_nets
 from wlb_megatron.refusals import Refused
 
 RIGHT = [Comparison("loss", 1e-8, 1.0), Comparison("gradients", 2e-6, 1.0)]
@@ -128,7 +128,7 @@ def test_this_megatron_is_tried_and_a_copy_that_halves_an_output_is_refused(tmp_
     changed.write_text(source.replace(line, f"{line}; output_tensor = output_tensor / 2"))
     script = (
         "from wlb_megatron.plugin.flags import versions\n"
-        "from wlb_megatron.plugin.trials import megatron_trial\n"
+        "from wlb_megatron.plugin import megatron_trial\n"
         "print(megatron_trial._refusal(versions.untried_megatron()))"
     )
     environment = megatron_trial._environment()
@@ -194,18 +194,20 @@ def check_of_changed_megatrons(rank: int, folder: Path) -> None:
     from megatron.core.transformer.moe import moe_utils
 
     finalize = importlib.import_module("megatron.core.distributed.finalize_model_grads")
-    comparisons = {"none": megatron_check.rank_comparisons(str(folder / "none"), rank)}
+    comparisons = {"none": megatron_trial.rank_comparisons(str(folder / "none"), rank, install.install)}
     scaler, whole = moe_utils.MoEAuxLossAutoScaler, finalize.finalize_model_grads
     weak = staticmethod(lambda scale, set_scale=scaler.set_loss_scale: set_scale(scale / 2))
     with changed(scaler, "set_loss_scale", weak):
-        comparisons["weak"] = megatron_check.rank_comparisons(str(folder / "weak"), rank)
+        comparisons["weak"] = megatron_trial.rank_comparisons(str(folder / "weak"), rank, install.install)
     undivided = lambda model, tokens=None, **more: whole(model, None, **more)  # noqa: E731
     with changed(finalize, "finalize_model_grads", undivided):
-        comparisons["undivided"] = megatron_check.rank_comparisons(str(folder / "undivided"), rank)
-    from wlb_megatron.plugin.step.deferred_losses import DeferredLoss
+        comparisons["undivided"] = megatron_trial.rank_comparisons(
+            str(folder / "undivided"), rank, install.install
+        )
+    from wlb_megatron.plugin.step.losses import DeferredLoss
 
     with changed(DeferredLoss, "run", lambda self, run=DeferredLoss.run: run(self) / 2):
-        comparisons["late"] = megatron_check.rank_comparisons(str(folder / "late"), rank)
+        comparisons["late"] = megatron_trial.rank_comparisons(str(folder / "late"), rank, install.install)
     (folder / f"rank{rank}.json").write_text(json.dumps(comparisons))
 
 
@@ -225,7 +227,7 @@ def test_the_check_passes_this_megatron_and_names_what_a_changed_one_does(tmp_pa
     assert re.search(r"^routers' auxiliary loss \(its gradients\): 0\.5 times", says["weak"])
     assert "routers' z-loss (its gradients): 0.5 times" in says["weak"] and "loss:" not in says["weak"]
     assert says["late"].startswith("gradients of deferred losses: 0.5 times the right strength")
-    predictions = sum(length - 1 for lengths in megatron_check.LENGTHS for length in lengths)
+    predictions = sum(length - 1 for lengths in megatron_trial.LENGTHS for length in lengths)
     assert f"gradients: {predictions} times the right strength" in says["undivided"]
 
 

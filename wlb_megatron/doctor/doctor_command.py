@@ -313,7 +313,7 @@ def untried_step() -> Iterator[Finding]:
 
     if untried_megatron() is None:
         return
-    from wlb_megatron.plugin.trials import megatron_trial
+    from wlb_megatron.plugin import megatron_trial
 
     largest_error = megatron_trial.check()
     yield Finding(

@@ -5,10 +5,11 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -98,6 +99,11 @@ def plan_step(
     if fixed_ns <= best_outcome.predicted:
         return replace(best_outcome, plan=fixed, source=FIXED, predicted=fixed_ns, fixed=fixed_ns)
     return replace(best_outcome, fixed=fixed_ns)
+
+
+def outcomes(plan: Callable[..., Outcome], requests: Iterator[dict[str, Any]]) -> Iterator[Outcome]:
+    """The work of a process that plans: an outcome for each request. plan: plan_step with what stays the same."""
+    return (plan(**request) for request in requests)
 
 
 def _place(problem: Problem, seconds: float, deadline: float) -> tuple[Placement, str]:

@@ -15,7 +15,6 @@ from wlb_megatron.plugin.micro_batches import iterators
 from wlb_megatron.plugin.model import delta_nets, document_balance, routing, spec
 from wlb_megatron.plugin.plans import resume
 from wlb_megatron.plugin.step import (
-    deferred_losses,
     grouped_steps,
     losses,
     multi_token,
@@ -66,9 +65,7 @@ def _wrap_forward(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _wrap_backward(original: Callable[..., Any]) -> Callable[..., Any]:
     """A schedule's backward: a document's last chunk first, beginning with its loss; marked for --wlb-trace."""
-    return grouped_steps.wrap_backward_step(
-        trace.wrap_backward_step(deferred_losses.wrap_backward_step(original))
-    )
+    return grouped_steps.wrap_backward_step(trace.wrap_backward_step(losses.wrap_backward_step(original)))
 
 
 HOOKS: tuple[Hook, ...] = (
@@ -102,7 +99,7 @@ HOOKS: tuple[Hook, ...] = (
     ),
     Hook(
         "megatron.core.models.hybrid.hybrid_model:HybridModel.forward",
-        deferred_losses.wrap_hybrid_forward,
+        losses.wrap_hybrid_forward,
         ("decoder_input", "labels", "packed_seq_params", "padding_mask"),
         since=(0, 18),
     ),
@@ -138,7 +135,7 @@ HOOKS: tuple[Hook, ...] = (
     ),
     Hook(
         "megatron.core.models.gpt.gpt_model:GPTModel._postprocess",
-        deferred_losses.wrap_postprocess,
+        losses.wrap_postprocess,
         ("hidden_states", "labels"),
     ),
     Hook(

@@ -31,10 +31,11 @@ from wlb_megatron.plugin.flags.refusal_printing import checked, refuse, say
 from wlb_megatron.plugin.flags.training_job import TrainingJob
 from wlb_megatron.plugin.job_state import part
 from wlb_megatron.plugin.logs.reporting import check_outputs
+from wlb_megatron.plugin.megatron_trial import try_transformer_engine
+from wlb_megatron.plugin.model.delta_nets import try_delta_nets
 from wlb_megatron.plugin.plans.source import Source, open_sources
 from wlb_megatron.plugin.sft.indexed import with_targets
 from wlb_megatron.plugin.step.multi_token import refuse_other_form
-from wlb_megatron.plugin.trials.megatron_trial import try_delta_nets, try_transformer_engine
 from wlb_megatron.refusals import DryRunPassed, Refused, RefusedHere, refuse_unsupported
 
 

@@ -360,7 +360,7 @@ def _grouped(tokens: npt.NDArray[np.int64], orders: Sequence[tuple[int, ...] | N
 
 
 def _deferred(loss: Times, grouped: BoolArray) -> Times:
-    """The loss's times, all in the backward where steps run in groups (plugin/step/deferred_losses.py)."""
+    """The loss's times, all in the backward where steps run in groups (plugin/step/losses.py)."""
     return Times(np.where(grouped, 0, loss.forward), loss.backward + np.where(grouped, loss.forward, 0))
 
 

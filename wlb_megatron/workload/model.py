@@ -188,7 +188,7 @@ class Layout:
     global_batch_size / data.
     distributed_optimizer: use_distributed_optimizer (its states are spread over data x context ranks).
     fully_sharded: FSDP spreads weights and gradients over them too. losses_in_forward: with documents in chunks, losses
-    do not wait for their backward; so with FSDP of either kind, whatever it spreads (plugin/step/deferred_losses.py).
+    do not wait for their backward; so with FSDP of either kind, whatever it spreads (plugin/step/losses.py).
     recompute: recompute_granularity or "none"; "selective" counts core attention only. recompute_layers:
     recompute_num_layers or 1. recompute_block: recompute_method is "block". keep_keys: exchanged keys are saved for
     backward (attention's option), or exchanged again. fused: gradient_accumulation_fusion. reduce_overlaps,

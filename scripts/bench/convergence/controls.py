@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -87,4 +86,4 @@ def unmasked(batch: LoadedMicroBatch) -> LoadedMicroBatch:
     """A micro-batch of one rank as if all of it were one document: its mask and its positions."""
     tokens = np.array([batch.planned.shard.tokens], dtype=np.int64)
     (whole,) = cut([tokens], 1, "per-sequence", h100())
-    return replace(batch, attention=attention_layout(whole, 0))
+    return batch._replace(attention=attention_layout(whole, 0))

@@ -1,4 +1,5 @@
-"""The plugin's iterators over loaded micro-batches, which Megatron takes as they are (its external data loader)."""
+"""The loader of planned micro-batches, and the plugin's iterators over it, which Megatron takes as they are (its
+external data loader). Workers only read tokens, planning stays in the main process."""
 
 from __future__ import annotations
 
@@ -6,24 +7,103 @@ import atexit
 import errno
 import inspect
 import itertools
+import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler, get_worker_info
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
+from wlb_megatron.documents.blend import Blend
 from wlb_megatron.errors import WlbError
 from wlb_megatron.plugin import stores
-from wlb_megatron.plugin.micro_batches.loaded import LoadedMicroBatch
-from wlb_megatron.plugin.micro_batches.planning import PlannedIteration
+from wlb_megatron.plugin.micro_batches.loaded import Layout, LoadedMicroBatch, PackedDocuments, share
+from wlb_megatron.plugin.micro_batches.planning import PlannedIteration, PlannedMicroBatch
 from wlb_megatron.refusals import RefusedHere
 
 SHARED_MEMORY_FULL = (
     "/dev/shm is full, in which --num-workers hand over micro-batches: give it more memory (docker run --shm-size or "
     "--ipc=host), or set --num-workers 0"
 )
+
+
+class MicroBatchSampler(Sampler[list[PlannedMicroBatch]]):
+    """Yields the micro-batches of planned iterations, one a batch; notes each iteration's state as it passes.
+
+    see: called with each iteration before any of it is given out.
+    """
+
+    def __init__(
+        self, iterations: Iterable[PlannedIteration], see: Callable[[PlannedIteration], None] = lambda _: None
+    ) -> None:
+        self._iterations = iterations
+        self._see = see
+        self.passed: dict[int, PlannedIteration] = {}
+
+    def __iter__(self) -> Iterator[list[PlannedMicroBatch]]:
+        for iteration in self._iterations:
+            self._see(iteration)
+            self.passed[iteration.micro_batches[0].iteration] = iteration
+            for micro_batch in iteration.micro_batches:
+                yield [micro_batch]
+
+
+def read_ahead(windows: int, iteration_micro_batches: int) -> int:
+    """Micro-batches that workers read ahead: two iterations of one a window, or one of the most that an iteration may
+    be planned with, if those are more."""
+    return max(2 * windows, iteration_micro_batches)
+
+
+def files_of_workers(windows: int, iteration_micro_batches: int) -> int:
+    """Files that a process has open at most for what a loader's workers hand over: one a tensor, seven a micro-batch,
+    of those read ahead, of the iteration drawn ahead, and of the one that trains."""
+    return 7 * (read_ahead(windows, iteration_micro_batches) + 2 * iteration_micro_batches)
+
+
+def make_loader(
+    corpus: Blend,
+    sampler: MicroBatchSampler,
+    layout: Layout,
+    *,
+    workers: int,
+    prefetched: int,
+    pin_memory: bool,
+    ignored_signal: int | None = None,
+) -> DataLoader[LoadedMicroBatch]:
+    """Loader over the plan; workers read about `prefetched` micro-batches before they are asked for.
+
+    ignored_signal: the signal that a scheduler sends to all processes of a job before its end (--exit-signal-handler).
+    The trainer saves and exits then; workers that died of it would take the trainer with them first.
+    """
+    return DataLoader(
+        PackedDocuments(corpus, layout),
+        batch_sampler=sampler,
+        num_workers=workers,
+        prefetch_factor=-(-prefetched // workers) if workers else None,
+        collate_fn=_only,
+        pin_memory=pin_memory,
+        persistent_workers=bool(workers),
+        worker_init_fn=None if ignored_signal is None else partial(_ignore, ignored_signal),
+    )
+
+
+def _ignore(number: int, worker: int) -> None:
+    signal.signal(number, signal.SIG_IGN)
+
+
+def _only(items: list[LoadedMicroBatch]) -> LoadedMicroBatch:
+    """The one item of a batch. A worker shares its tensors here. Else its queue does so in a thread, which drops the
+    micro-batch where memory is full, and the trainer waits for ever."""
+    (item,) = items
+    if get_worker_info() is not None:
+        try:
+            share(item)
+        except RuntimeError as error:
+            raise WlbError(f"{SHARED_MEMORY_FULL} ({str(error).splitlines()[0]})") from None
+    return item
 
 
 class MicroBatchIterator:
@@ -42,7 +122,7 @@ class MicroBatchIterator:
 
         on_trained: called with the micro-batches of a step when it is done, and whether it was skipped. rehearsal: what
         step/rehearsal.py runs first. equal_tokens: by how many tokens a step's gradients are divided for each of
-        Megatron's micro-batches; 0: by the tokens that the step has. defers_losses: see deferred_losses.py.
+        Megatron's micro-batches; 0: by the tokens that the step has. defers_losses: see step/losses.py.
         """
         self.equal_tokens = equal_tokens
         self.defers_losses = defers_losses

@@ -1,20 +1,26 @@
-"""What a rank holds of a micro-batch: the value that travels from the data loader to the loss."""
+"""What a rank holds of a micro-batch, the value that travels from the data loader to the loss, and the process group of
+the ranks that share it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch.utils.data import Dataset
 
+from wlb_megatron.documents.blend import Blend
+from wlb_megatron.dynamic.plan import block_sizes
+from wlb_megatron.errors import WlbError
 from wlb_megatron.plan import PADDING
+from wlb_megatron.plugin.job_state import part
 from wlb_megatron.plugin.micro_batches.planning import PlannedMicroBatch, RankGroup
 from wlb_megatron.sharding.attention_calls import AttentionLayout, attention_layout
 from wlb_megatron.sharding.segments import ShardPlan
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,22 +53,9 @@ class Layout:
         return self if group is None else replace(self, cp_rank=self.stage_rank - group.start)
 
 
-class Pinned:
-    """torch's data loader calls pin_memory; it does not look into a dataclass by itself."""
-
-    __slots__ = ()
-
-    def pin_memory(self) -> Self:
-        """The same with all its tensors in pinned memory, so that copies to the GPU need not wait."""
-        parts: Any = self
-        values = {field.name: getattr(parts, field.name) for field in fields(parts)}
-        pinned = {name: value.pin_memory() for name, value in values.items() if hasattr(value, "pin_memory")}
-        return replace(parts, **pinned)
-
-
-@dataclass(frozen=True, slots=True)
-class HeldTokens(Pinned):
-    """The t tokens that this rank embeds or scores, in the order in which it holds them.
+class HeldTokens(NamedTuple):
+    """The t tokens that this rank embeds or scores, in the order in which it holds them. torch's data loader pins the
+    tensors of a tuple; it does not look into a dataclass.
 
     tokens, labels, position_ids: int64[1 + follows, t]. loss_mask: float32[1 + follows, t]. Row k is what is k tokens
     later in the same document, 0 beyond its end: for multi-token prediction. The mask is 1 where a token predicts its
@@ -76,8 +69,7 @@ class HeldTokens(Pinned):
     predicted: float
 
 
-@dataclass(frozen=True, slots=True)
-class DocumentRows(Pinned):
+class DocumentRows(NamedTuple):
     """How all tokens of a micro-batch, rank by rank, are put in its documents' order; for gated delta nets.
 
     Args:
@@ -113,11 +105,10 @@ class DocumentRows(Pinned):
             for name in ("starts", "gathered", "order")
             if (value := getattr(self, name)) is not None
         }
-        return replace(self, **moved)
+        return self._replace(**moved)
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedMicroBatch(Pinned):
+class LoadedMicroBatch(NamedTuple):
     """One micro-batch on this rank. It holds t of the micro-batch's T tokens.
 
     layout: the rank's, within the group that shares the micro-batch. attention: the rank's attention calls. bounds:
@@ -143,10 +134,9 @@ class LoadedMicroBatch(Pinned):
         return tokens // self.layout.activation_divisor, 1, self.layout.hidden_size
 
 
-def share(parts: DataclassInstance) -> None:
+def share(parts: Iterable[Any]) -> None:
     """Move all its tensors to shared memory, in which a loader's worker hands them over."""
-    for field in fields(parts):
-        value = getattr(parts, field.name)
+    for value in parts:
         if isinstance(value, torch.Tensor):
             value.share_memory_()
         elif isinstance(value, HeldTokens | DocumentRows):
@@ -194,3 +184,126 @@ def padding_mask(micro_batch: PlannedMicroBatch, rank: int) -> np.ndarray:
     last = micro_batch.pieces[-1].document == PADDING
     rows = micro_batch.shard.ranks[rank]
     return np.repeat(last & (rows[:, 0] == len(micro_batch.pieces) - 1), rows[:, 2] - rows[:, 1])
+
+
+class PackedDocuments(Dataset[LoadedMicroBatch]):
+    """Tokens of a corpus by micro-batch plan: `self[planned]` is what this rank holds of it.
+
+    A middle pipeline stage reads no tokens. All of it is made here, in a worker, not in a step. WlbError for a token id
+    without a row in the embedding.
+    """
+
+    def __init__(self, corpus: Blend, layout: Layout) -> None:
+        self._corpus = corpus
+        self.layout = layout
+
+    def __getitem__(self, micro_batch: PlannedMicroBatch) -> LoadedMicroBatch:
+        without_tokens = from_plan(micro_batch, self.layout)
+        return (
+            without_tokens._replace(held=self._read(micro_batch, without_tokens.layout.cp_rank))
+            if self.layout.reads_tokens
+            else without_tokens
+        )
+
+    def _read(self, micro_batch: PlannedMicroBatch, rank: int) -> HeldTokens:
+        plan, rows = micro_batch.shard, 1 + self.layout.follows
+        size = plan.tokens_per_rank[rank]
+        tokens, labels, positions = (np.zeros((rows, size), dtype=np.int64) for _ in range(3))
+        mask = np.zeros((rows, size), dtype=np.float32)
+        positions[0] = plan.positions(rank)
+        ends = plan.prefixes + plan.lengths + plan.rests
+        offset = 0
+        for index, start, end in plan.ranks[rank].tolist():
+            piece = micro_batch.pieces[index]
+            if piece.document != PADDING:
+                # One token more than held, for the last label. A document's last token predicts nothing; the
+                # last token of a piece cut off earlier still predicts the token that really follows it, so does a
+                # chunk's. Further rows go on into the next chunks, but not beyond the last one. Of a document of 7
+                # tokens the chunk [3, 6) has the rows 3 4 5, 4 5 6, 5 6 0.
+                first, document_end = piece.start - piece.prefix + start, int(ends[index])
+                last = min(
+                    first + min(end + rows - 1, document_end) - start + 1, self._corpus.length(piece.document)
+                )
+                read = self._corpus.read(piece.document, first, last)
+                self._check_ids(piece.document, first, read)
+                targets = self._corpus.targets(piece.document, first + 1, last)
+                for row in range(rows):
+                    length = max(0, min(end + row, document_end) - start - row)
+                    tokens[row, offset : offset + length] = read[row : row + length]
+                    positions[row, offset : offset + length] = np.arange(start + row, start + row + length)
+                    predictions = max(0, min(length, len(read) - 1 - row))
+                    labels[row, offset : offset + predictions] = read[row + 1 : row + 1 + predictions]
+                    mask[row, offset : offset + predictions] = targets[row : row + predictions]
+            offset += end - start
+        for row, count in enumerate(micro_batch.predictions[1:], 1):  # see multi_token.py
+            mask[row] *= micro_batch.predictions[0] / count if count else 0.0
+        return HeldTokens(
+            tokens=torch.from_numpy(tokens),
+            labels=torch.from_numpy(labels),
+            loss_mask=torch.from_numpy(mask),
+            position_ids=torch.from_numpy(positions),
+            predicted=float(mask[0].sum()),
+        )
+
+    def _check_ids(self, document: int, first: int, read: np.ndarray) -> None:
+        """WlbError if a token id has no row in the embedding: tensor-parallel ranks would take it for one of another
+        rank's, and train on zeros."""
+        rows = self.layout.vocabulary
+        if rows is None or (read.min() >= 0 and read.max() < rows):
+            return
+        index = int(((read < 0) | (read >= rows)).argmax())
+        raise WlbError(
+            f"{self._corpus.name(document)} has token id {read[index]} at token {first + index}, but the vocabulary "
+            f"ends at {rows - 1}: tokenize the corpus with this run's tokenizer, or correct --vocab-size"
+        )
+
+
+@dataclass(slots=True)
+class RankGroups:
+    """by_size: this rank's process groups. It holds at most MOST_GROUPS, two of which are Megatron's own: its
+    context-parallel group and that of all data x context parallel ranks."""
+
+    by_size: dict[int, Any] = field(default_factory=dict)
+
+
+def process_group(group: RankGroup | None) -> Any:
+    """The process group of a planned micro-batch; None for Megatron's own, and for a rank alone."""
+    return None if group is None or group.size == 1 else part(RankGroups).by_size[group.size]
+
+
+def make_groups(timeout: timedelta) -> None:
+    """Make this rank's groups of all sizes. Called on every rank, before training. Safe to call again.
+
+    A rank is in one block of each size. Blocks are nested and made from the smallest to the largest: a rank never waits
+    in a block's creation for one that waits in a smaller one. Each is used once before training: no communicator is set
+    up in the midst of a step, and none takes GPU memory after the rehearsal, which has shown that the longest
+    micro-batches fit beside them.
+
+    timeout: their collectives' time limit, the same as that of Megatron's own groups (--distributed-timeout-minutes).
+    """
+    from megatron.core import parallel_state
+
+    stage = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    context = parallel_state.get_context_parallel_group()
+    ranks = dist.get_process_group_ranks(stage)
+    here, width = ranks.index(dist.get_rank()), dist.get_world_size(context)
+    block, groups = here // width * width, part(RankGroups).by_size
+    if dist.get_process_group_ranks(context) != ranks[block : block + width]:
+        raise RuntimeError(
+            f"wlb_megatron: context-parallel ranks {dist.get_process_group_ranks(context)} do not lie side by side "
+            f"among the data x context parallel ranks {ranks}: dynamic groups need Megatron's default --order"
+        )
+    for size in block_sizes(width, len(ranks) // width)[1:]:
+        if size in groups:
+            continue
+        start = here // size * size
+        if size == width:
+            group = context
+        elif size == len(ranks):
+            group = stage
+        else:
+            members = ranks[start : start + size]
+            # Megatron's own way: the group is among those whose time limit it lowers once training runs.
+            group = parallel_state.create_group(members, timeout=timeout, use_local_synchronization=True)
+        dist.all_reduce(torch.zeros(1, device="cuda" if torch.cuda.is_available() else "cpu"), group=group)
+        groups[size] = group

@@ -1,5 +1,5 @@
 """Iterations planned ahead of training, so that a step never waits for a plan: by a thread, or by a process whose plans
-a thread takes (planning_process.py).
+a thread takes: that leaves the interpreter to the thread that launches kernels.
 
 The order of plans is the planner's alone; the thread only runs early. Each planned iteration carries the
 planner's state after it, so that a checkpoint saves the state of what was trained, not of what was prefetched.
@@ -7,21 +7,26 @@ planner's state after it, so that a checkpoint saves the state of what was train
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
+import json
 import queue
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
 
+from wlb_megatron.child import Child
+from wlb_megatron.config import WlbConfig
+from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.packer import packed_waiting
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.summary import PlanSummary, Summariser
@@ -102,8 +107,7 @@ def nothing_counted(_: Sequence[Piece]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ShardSettings:
-    """How a data-parallel rank's micro-batches are padded and cut. All of it can be sent to another process, see
-    planning_process.py.
+    """How a data-parallel rank's micro-batches are padded and cut. All of it can be sent to another process.
 
     predict: milliseconds of an iteration from its plan and shard plans, if this process reports them. arrival_order:
     begins the same prediction in arrival order, of consecutive plans (prediction.in_arrival_order). predictions: counts
@@ -309,3 +313,80 @@ class PlanAhead:
         """Seconds that training has waited for plans since this was last asked."""
         waited, self._waited = self._waited, 0.0
         return waited
+
+
+LEAST_DOCUMENTS = 1000
+"""Documents of an iteration from which a process plans. Fewer are planned in some 15 ms, which a step does not feel."""
+
+
+def in_a_process(planner: Planner, config: WlbConfig, mean_length: float) -> bool:
+    """Whether a process plans. mean_length: tokens of a piece.
+
+    Not with dynamic groups, whose ranks talk to each other as they plan.
+    """
+    if config.cp_mode == "dynamic" or config.plan_process == "never":
+        return False
+    return config.plan_process == "always" or planner.global_tokens / mean_length >= LEAST_DOCUMENTS
+
+
+def plan_in_a_process(
+    planner: Planner,
+    settings: ShardSettings,
+    *,
+    keeps_plans: bool = False,
+    started: Callable[[Child], None] = lambda _: None,
+) -> Iterator[PlannedIteration]:
+    """What `plan_iterations` gives, made by a child; this process's planner stays as it is. The child gets the planner
+    as it stands, and sends iterations as fast as the pipe takes them. They are taken a micro-batch at a time, so that
+    no call holds the interpreter for long.
+
+    keeps_plans: iterations come with the plan of all data-parallel ranks. started: gets the child. Raises what planning
+    raises, and WlbError if the child ends before the plans do. If none can be started, this process plans, after a
+    warning.
+    """
+    try:
+        child = Child(partial(_planned_parts, planner, settings, keeps_plans))
+    except OSError as error:
+        print(
+            f"WARNING: wlb_megatron: no process can be started to plan ({error}): a thread does", flush=True
+        )
+        yield from plan_iterations(planner, settings)
+        return
+    atexit.register(child.kill)
+    started(child)
+    answers = iter(child.receive, None)
+    try:
+        for iteration, count in answers:
+            yield replace(iteration, micro_batches=tuple(islice(answers, count)))
+    except OSError as error:
+        raise _silent(error) from None
+    except RuntimeError as error:
+        raise RuntimeError(f"wlb_megatron: planning failed\n{error}") from None
+    finally:
+        child.kill()
+        atexit.unregister(child.kill)
+
+
+def _planned_parts(
+    planner: Planner, settings: ShardSettings, keeps_plans: bool, _: Iterator[Any]
+) -> Iterator[tuple[PlannedIteration, int] | PlannedMicroBatch]:
+    """The child's work: each iteration with the number of its micro-batches, which follow one by one."""
+    for iteration in plan_iterations(planner, settings):
+        state = partial(json.loads, json.dumps(iteration.state()))
+        plan = iteration.plan if keeps_plans else None
+        yield replace(iteration, micro_batches=(), state=state, plan=plan), len(iteration.micro_batches)
+        yield from iteration.micro_batches
+
+
+def check_alive(children: Sequence[Child]) -> None:
+    """Raise what the planning thread raises only once it has taken all plans from the pipe, often hundreds."""
+    for child in children:
+        if (ending := child.failure()) is not None:
+            raise _silent(ending)
+
+
+def _silent(why: object) -> WlbError:
+    return WlbError(
+        f"the process that plans iterations does not answer ({why}): see whether the node ran out of memory, and start "
+        "again from the last checkpoint"
+    )

@@ -18,14 +18,15 @@ import numpy as np
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from wlb_megatron.child import Child
 from wlb_megatron.dynamic.cost import group_cost, token_ns
 from wlb_megatron.dynamic.plan import Group, Stage, StepPlan, fixed_groups
-from wlb_megatron.dynamic.plan_step import FIXED, GREEDY, LATE, SOLVER, Outcome, plan_step
+from wlb_megatron.dynamic.plan_step import FIXED, GREEDY, LATE, SOLVER, Outcome, outcomes, plan_step
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.summary import PlanSummary
 from wlb_megatron.plan import IterationPlan, Piece
 from wlb_megatron.plugin.logs.prediction import PredictGroups, group_predictor
-from wlb_megatron.plugin.micro_batches.groups import make_groups
+from wlb_megatron.plugin.micro_batches.loaded import make_groups
 from wlb_megatron.plugin.micro_batches.planning import (
     PlanAhead,
     PlannedIteration,
@@ -35,7 +36,6 @@ from wlb_megatron.plugin.micro_batches.planning import (
     ShardSettings,
     iterations_of,
 )
-from wlb_megatron.plugin.plans.planning_process import GroupPlanner
 from wlb_megatron.plugin.plans.source import Source
 from wlb_megatron.plugin.stores import PlanStore
 from wlb_megatron.sharding.cut import cut, pad
@@ -109,8 +109,18 @@ def training_plans(
         )
 
     def plan(tokens: list[int], fixed: StepPlan) -> Outcome:
+        """Rank 0's groups of an iteration: a plan takes as long as an iteration does, of which a solver gets at most
+        solver_seconds, and none where training may soon ask. Once it trains, training does not wait: it gets the fixed
+        groups."""
         assert group_planner is not None
-        return plan_in_time(group_planner, plan_ahead(), config.solver_seconds, tokens, fixed)
+        plans = plan_ahead()
+        return group_planner.plan(
+            tokens,
+            fixed,
+            config.solver_seconds if plans.ready >= SPARE_PLANS else 0.0,
+            budget=math.inf if plans.pace is None else plans.pace,
+            hurry=lambda: plans.pace is not None and plans.waiting > PATIENCE,
+        )
 
     dynamic = DynamicSettings(
         sizes=cost.sizes,
@@ -124,19 +134,54 @@ def training_plans(
     return lambda: plan_groups(planner, shards, dynamic)
 
 
-def plan_in_time(
-    group_planner: GroupPlanner, plan_ahead: PlanAhead, seconds: float, tokens: list[int], fixed: StepPlan
-) -> Outcome:
-    """Rank 0's groups of an iteration: a plan takes as long as an iteration does, of which a solver gets at most
-    `seconds`, and none where training may soon ask. Once it trains, training does not wait: it gets the fixed groups.
-    """
-    return group_planner.plan(
-        tokens,
-        fixed,
-        seconds if plan_ahead.ready >= SPARE_PLANS else 0.0,
-        budget=math.inf if plan_ahead.pace is None else plan_ahead.pace,
-        hurry=lambda: plan_ahead.pace is not None and plan_ahead.waiting > PATIENCE,
-    )
+class GroupPlanner:
+    """Rank 0's planner of dynamic groups: a child, or this process once there is none any more."""
+
+    def __init__(self, plan: Callable[..., Outcome]) -> None:
+        """plan: dynamic.plan_step.plan_step with what stays the same in all iterations."""
+        self._plan = plan
+        self._asked = False  # the child has not answered yet
+        self._child: Child | None = None
+        try:
+            self._child = Child(partial(outcomes, plan))
+        except OSError as error:
+            self._give_up(error)
+
+    def plan(
+        self,
+        tokens: list[int],
+        fixed: StepPlan,
+        seconds: float,
+        budget: float = math.inf,
+        hurry: Callable[[], bool] = lambda: False,
+    ) -> Outcome:
+        """See dynamic.plan_step.plan_step. The fixed groups, marked late, if `hurry` says so before the child has
+        answered. Planned here, greedily, if there is no child."""
+        request = {"tokens": tokens, "fixed": fixed, "budget": budget}
+        # Nothing is predicted of the groups that are always ready.
+        late = Outcome(fixed, LATE, priced=0, bound=0, predicted=1, fixed=1)
+        try:
+            if self._child is not None:
+                if self._asked and self._child.receive(hurry) is None:
+                    return late  # still busy with an earlier iteration, for which it is too late
+                self._child.send({**request, "seconds": seconds})
+                self._asked = True
+                outcome: Outcome | None = self._child.receive(hurry)
+                self._asked = outcome is None
+                return late if outcome is None else outcome
+        except (OSError, RuntimeError) as error:
+            self._give_up(error)
+        return self._plan(**request)
+
+    def _give_up(self, error: Exception) -> None:
+        if self._child is not None:
+            self._child.kill()
+        self._child, self._asked = None, False
+        print(
+            f"WARNING: wlb_megatron: the planning process does not answer ({error}); groups are planned without a "
+            "solver, by the training process",
+            flush=True,
+        )
 
 
 def plan_groups(

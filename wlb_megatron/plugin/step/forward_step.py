@@ -13,13 +13,11 @@ from megatron.training import get_args, get_timers
 
 from wlb_megatron.attention.core_attention import packed_seq_params
 from wlb_megatron.plugin.logs import trace
-from wlb_megatron.plugin.micro_batches.groups import process_group
-from wlb_megatron.plugin.micro_batches.loaded import LoadedMicroBatch
+from wlb_megatron.plugin.micro_batches.loaded import LoadedMicroBatch, process_group
 from wlb_megatron.plugin.model import document_balance
 from wlb_megatron.plugin.model.routing import stage_padding_mask, stage_part
 from wlb_megatron.plugin.script_functions import loss_to_call
-from wlb_megatron.plugin.step.deferred_losses import claim
-from wlb_megatron.plugin.step.losses import to_check
+from wlb_megatron.plugin.step.losses import claim, to_check
 from wlb_megatron.plugin.step.multi_token import CountedMask
 from wlb_megatron.plugin.step.recomputation import prepare_forward
 from wlb_megatron.plugin.step.rehearsal import REHEARSAL

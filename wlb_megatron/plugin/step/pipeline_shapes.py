@@ -152,8 +152,12 @@ def _with_known_shapes(forward_backward: Callable[..., Any]) -> Callable[..., An
         from wlb_megatron.plugin.logs.logged_losses import LoggedLosses
         from wlb_megatron.plugin.micro_batches.iterators import draw_step, planned_iterator
         from wlb_megatron.plugin.step import grouped_steps, recomputation
-        from wlb_megatron.plugin.step.deferred_losses import deferring, returns_its_losses
-        from wlb_megatron.plugin.step.losses import check_together, divided_losses
+        from wlb_megatron.plugin.step.losses import (
+            check_together,
+            deferring,
+            divided_losses,
+            returns_its_losses,
+        )
         from wlb_megatron.plugin.step.rehearsal import REHEARSAL, rehearse, same_again
         from wlb_megatron.plugin.take_over import Start
 

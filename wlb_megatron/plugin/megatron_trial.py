@@ -1,29 +1,170 @@
-"""A small step through Megatron's own schedule, with the plugin's hooks, against plain torch: do its parts still mean
-what the plugin takes them for?
+"""What must compute a small case right before a job trains with it: a Megatron or Transformer Engine that was not
+tried.
 
-Names and parameters of what is replaced are compared at start. Meanings are not seen there: by how many tokens
-gradients are divided, or how strong routers' losses are. Here two context-parallel ranks, processes on CPU tensors over
+Names and parameters of what is replaced of Megatron are compared at start. Meanings are not seen there: by how many
+tokens gradients are divided, or how strong routers' losses are. So a small step runs through Megatron's own schedule,
+with the plugin's hooks, and is compared with plain torch. Two context-parallel ranks, processes on CPU tensors over
 gloo (wlb_megatron/cpu is on their PYTHONPATH), train one step of a GPT with experts. What it must give is computed in
-fp64, one document at a time; only the names and layouts of the weights are Megatron's. A rank is
-`python -m wlb_megatron.plugin.trials.megatron_check RANK MEETING`.
+fp64, one document at a time; only the names and layouts of the weights are Megatron's.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from wlb_megatron.plugin.trials.megatron_trial import RANKS, Comparison
+from wlb_megatron.child import run_ranks
+from wlb_megatron.errors import CPU, WlbError
+from wlb_megatron.plugin.flags.training_job import TrainingJob
+from wlb_megatron.plugin.flags.versions import (
+    TRIED_TRANSFORMER_ENGINE,
+    tried_versions,
+    untried_megatron,
+    untried_transformer_engine,
+)
+from wlb_megatron.refusals import Refused
+from wlb_megatron.registry import USUAL_KERNELS
+
+RANKS = 2
+"""Context-parallel ranks of the check."""
+
+TOLERATED = 1e-2
+"""Largest relative error: fp32 against fp64 comes to 1e-5; a factor of 1 / RANKS is 0.5."""
+
+SECONDS = 180
+"""A check that takes longer has failed. It takes about ten, most of them imports."""
+
+_OF_THE_JOB = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "SLURM_")
+"""Beginnings of environment variables that would make the check's processes ranks of the job."""
+
+
+class Comparison(NamedTuple):
+    """`what` was compared, its error relative to the right value, and its strength: 1 where it is right."""
+
+    what: str
+    error: float
+    strength: float
+
+
+def try_megatron() -> None:
+    """On all ranks at once: check a Megatron that was not tried, on rank 0, which tells the others.
+
+    A warning on rank 0 if it passes; Refused on all ranks, with what differs, if it does not.
+    """
+    refusal: list[str | None] = [None]
+    if dist.get_rank() == 0 and (version := untried_megatron()) is not None:
+        refusal = [_refusal(version)]
+    dist.broadcast_object_list(refusal, src=0)
+    if refusal[0]:
+        raise Refused(refusal[0])
+
+
+def _refusal(version: str) -> str | None:
+    """Why it is not to be trained with; None, with a warning, where it may be."""
+    try:
+        largest_error = check()
+    except (WlbError, OSError, ValueError) as wrong:
+        return (
+            f"wlb_megatron was not tried with megatron-core {version}, and its check of it fails: {wrong}. Install a "
+            f"version that was tried ({tried_versions()})"
+        )
+    print(
+        f"WARNING: wlb_megatron was not tried with megatron-core {version}; a small step of it comes out right: loss, "
+        f"gradients and routers' losses within {largest_error:.0e}",
+        flush=True,
+    )
+    return None
+
+
+def check() -> float:
+    """Run the check's ranks on this machine's CPU; the largest error. WlbError with what differs, or why it failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        meeting = str(Path(folder) / "meeting")
+        work = (
+            "from wlb_megatron.plugin import install, megatron_trial; megatron_trial.serve(install.install)"
+        )
+        command = [sys.executable, "-P", "-c", work]
+        try:
+            outputs = run_ranks(
+                [[*command, str(rank), meeting] for rank in range(RANKS)], _environment(), SECONDS
+            )
+        except TimeoutError:
+            raise WlbError(f"it did not finish within {SECONDS} s") from None
+    return judged([Comparison(*figures) for out in outputs for figures in json.loads(out.splitlines()[-1])])
+
+
+def judged(comparisons: list[Comparison]) -> float:
+    """The largest error. WlbError with each finding that is out of bounds."""
+    failures = {
+        comparison.what: comparison for comparison in comparisons if not comparison.error <= TOLERATED
+    }
+    if failures:
+        raise WlbError(
+            "; ".join(
+                f"{comparison.what}: {comparison.strength:.3g} times the right strength, "
+                f"off by {comparison.error:.1e} of it"
+                for comparison in failures.values()
+            )
+        )
+    return max(comparison.error for comparison in comparisons)
+
+
+def _environment() -> dict[str, str]:
+    """Of a process that is no rank of the job, sees no GPU, and imports what this one does."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(_OF_THE_JOB)}
+    return {
+        **environment,
+        "PYTHONPATH": os.pathsep.join([str(CPU), *filter(None, sys.path)]),
+        "PYTHONWARNINGS": "ignore",
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+    }
+
+
+def try_transformer_engine(job: TrainingJob) -> None:
+    """Tell of a Transformer Engine newer than those tried, and refuse it unless small calls of each kind come out
+    right on this rank's GPU: the plugin calls entry points below its modules, which may change without a word."""
+    version = untried_transformer_engine(job.model.implementation)
+    if version is None or not job.device.on_gpu or job.given.kernels not in ("auto", USUAL_KERNELS):
+        return
+    cure = f"install a tried one (pip install 'transformer-engine[pytorch]{TRIED_TRANSFORMER_ENGINE}')"
+    try:
+        from wlb_megatron.attention.kernels.before_training import TOLERATED, worst_error
+        from wlb_megatron.attention.kernels.te_backend import TransformerEngineKernels
+
+        with torch.cuda.device(job.device.index):
+            largest_error = worst_error(TransformerEngineKernels(), torch.bfloat16, "cuda")
+    except Exception as error:
+        raise Refused(
+            f"wlb_megatron was not tried with Transformer Engine {version}, and its attention cannot be called "
+            f"({error!r}): {cure}"
+        ) from error
+    if not largest_error <= TOLERATED:
+        raise Refused(
+            f"wlb_megatron was not tried with Transformer Engine {version}, and its attention is off by "
+            f"{largest_error:.1e} of the largest value, {TOLERATED:.0e} is tolerated: {cure}"
+        )
+    if job.device.rank == 0:
+        print(
+            f"WARNING: wlb_megatron was not tried with Transformer Engine {version}; small calls of its attention come "
+            f"out right (within {largest_error:.0e} of the largest value)",
+            flush=True,
+        )
+
 
 LENGTHS = ((9, 1, 14, 8), (5, 30, 3, 7, 11))
 """Documents (tokens) of two micro-batches, which are multiples of 2 x RANKS: none is padded."""
@@ -114,17 +255,15 @@ def _rotated(x: Tensor, base: float) -> Tensor:
     return x * angles.cos() + torch.cat([-second, first], -1) * angles.sin()
 
 
-def rank_comparisons(meeting: str, rank: int) -> list[Comparison]:
-    """What this rank finds. meeting: a file in an empty folder, over which the ranks meet."""
+def rank_comparisons(meeting: str, rank: int, install: Callable[[], None]) -> list[Comparison]:
+    """What this rank finds. meeting: a file in an empty folder, over which the ranks meet. install: see `serve`."""
     sys.modules.setdefault("apex", None)  # type: ignore[arg-type]  # Megatron takes its kernels, which need a GPU
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", world_size=RANKS, rank=rank)
     from megatron.core import parallel_state
     from megatron.training import global_vars
 
-    from wlb_megatron.plugin import install
-
-    install.install()
+    install()
     global_vars._GLOBAL_ARGS = argparse.Namespace()
     parallel_state.initialize_model_parallel(context_parallel_size=RANKS)
     try:
@@ -164,17 +303,16 @@ def _comparison(what: str, exact: Any, computed: Any) -> Comparison:
 
 
 def _flat(tensors: dict[str, Any]) -> Any:
-
     return torch.cat([tensors[name].double().flatten() for name in sorted(tensors)])
 
 
 def _step(
     rank: int, aux: float, z: float, *, deferred: bool = False
 ) -> tuple[float, dict[str, Any], float, dict[str, Any]]:
-    """Loss and gradients (by parameter) through Megatron, and the right ones. deferred: see deferred_losses.py."""
+    """Loss and gradients (by parameter) through Megatron, and the right ones. deferred: see losses.py."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from wlb_megatron.plugin.step.deferred_losses import deferring
+    from wlb_megatron.plugin.step.losses import deferring
 
     shape = Shape()
     generator = torch.Generator().manual_seed(0)
@@ -261,7 +399,6 @@ def _model(shape: Any, aux: float, z: float) -> Any:
 
 
 def _batches(rank: int, documents: list[list[Any]]) -> Iterator[dict[str, Any]]:
-
     from wlb_megatron.attention.core_attention import packed_seq_params
     from wlb_megatron.sharding.select import shard
 
@@ -280,8 +417,8 @@ def _batches(rank: int, documents: list[list[Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _forward_step(data_iterator: Iterator[dict[str, Any]], model: Any) -> tuple[Any, Any]:
-    from wlb_megatron.plugin.step.deferred_losses import claim
     from wlb_megatron.plugin.step.forward_step import sum_of_losses
+    from wlb_megatron.plugin.step.losses import claim
 
     batch = next(data_iterator)
     output = model(
@@ -296,6 +433,7 @@ def _forward_step(data_iterator: Iterator[dict[str, Any]], model: Any) -> tuple[
     return output, function if deferred is None else partial(deferred.begin, function)
 
 
-if __name__ == "__main__":
+def serve(install: Callable[[], None]) -> None:
+    """Print what the rank finds that this process is. install: replaces Megatron's symbols."""
     rank, meeting = sys.argv[1:]
-    print(json.dumps(rank_comparisons(meeting, int(rank))))
+    print(json.dumps(rank_comparisons(meeting, int(rank), install)))

@@ -1,1 +1,0 @@
-"""Whether versions that were not tried compute what they should."""
