@@ -35,7 +35,7 @@ from scripts.environment import cpu_environment, free_port
 PRELOADED = (
     "megatron.training.training",
     "megatron.training.checkpointing",
-    "wlb_megatron.plugin.install",
+    "wlb_megatron.plugin.hooks",
     "wlb_megatron.plugin.launch",
     "wlb_megatron.plugin.pretrain_gpt",
     "wlb_megatron.plugin.plans.provider",

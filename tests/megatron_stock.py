@@ -20,8 +20,8 @@ from megatron.training import argument_utils, arguments, get_args, pretrain
 from megatron_worker import norms_for_sequence_parallelism, save_when_reduced, seen, with_known_weights
 
 from wlb_megatron import enable
-from wlb_megatron.plugin.hand_over import wrap_compile_helpers
 from wlb_megatron.plugin.step.forward_step import sum_of_losses
+from wlb_megatron.plugin.take_over import wrap_compile_helpers
 
 
 class Windows(torch.utils.data.Dataset):

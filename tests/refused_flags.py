@@ -11,7 +11,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from wlb_megatron.plugin import install
+from wlb_megatron.plugin import hooks
 
 
 def last_line(arguments: list[str], world: int) -> str:
@@ -38,7 +38,7 @@ def last_line(arguments: list[str], world: int) -> str:
 
 
 if __name__ == "__main__":
-    install.install()
+    hooks.install()
     file = Path(sys.argv[1])
     os.chdir(file.parent)
     cases = json.loads(file.read_text())

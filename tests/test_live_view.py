@@ -249,7 +249,7 @@ def test_the_live_prediction_is_the_simulators_where_all_ranks_have_like_documen
     plan = plan_of([[document, document] for document in lengths])
     shards = [shard(document, 2, "adaptive", costs.table) for document in lengths]
     # As the process that plans has it.
-    live = pickle.loads(pickle.dumps(predictor(job, 0, 8)))(plan, shards)
+    live = pickle.loads(pickle.dumps(predictor(job, 0)))(plan, shards)
     whole = simulate([[[s, s] for s in shards]], layer_model(job)).steps[0] / 1e6
     assert live == pytest.approx(whole, rel=1e-6)
 
@@ -282,7 +282,7 @@ def test_a_runs_log_predicts_the_speed_up_that_analyze_does(recompute, tmp_path,
         job = job.with_config(fit_to_memory(job))
         source = open_part(job, "train", job.batches.schedule)
         assert source is not None and job.costs is not None
-        predict = predictor(job, 0, job.alignment, memory=recompute_memory(job))
+        predict = predictor(job, 0, memory=recompute_memory(job))
         shards = ShardSettings(0, 2, job.alignment, job.config.sharding, job.costs.table, predict)
         return list(islice(plan_iterations(source.planner, shards), 5))
 
@@ -307,14 +307,14 @@ def test_a_document_in_chunks_is_predicted_live_as_by_the_simulator(costs) -> No
     orders = orders_of([plan])
     assert orders == [[(1, 2)]]
     whole = simulate([[[shard_plan] for shard_plan in shards]], layer_model(job), orders=orders)
-    assert predictor(job, 0, 1)(plan, shards) == pytest.approx(float(whole.steps[0] / 1e6))
+    assert predictor(job, 0)(plan, shards) == pytest.approx(float(whole.steps[0] / 1e6))
 
 
 def test_another_ranks_heavier_micro_batch_is_what_an_iteration_waits_for(costs) -> None:
     shards = [shard([8192], 2, "adaptive", costs.table)]
     job = job_of(costs, pipeline_model_parallel_size=1)
-    even = predictor(job, 0, 8)(plan_of([[[8192], [8192]]]), shards)
-    heavy = predictor(job, 0, 8)(plan_of([[[8192], [65536]]]), shards)
+    even = predictor(job, 0)(plan_of([[[8192], [8192]]]), shards)
+    heavy = predictor(job, 0)(plan_of([[[8192], [65536]]]), shards)
     assert even is not None and heavy is not None and heavy > 5 * even
 
 
@@ -324,7 +324,7 @@ def test_every_rank_predicts_the_same_step_though_one_has_short_documents_and_an
     for grid, tolerance in (([[short, long], [long, short]], 1e-6), ([[short, long]], 0.03)):
         plan = plan_of(grid)
         first, second = (
-            predictor(job, rank, 8)(plan, [shard(row[rank], 1, "adaptive", costs.table) for row in grid])
+            predictor(job, rank)(plan, [shard(row[rank], 1, "adaptive", costs.table) for row in grid])
             for rank in range(2)
         )
         assert first == pytest.approx(second, rel=tolerance)
@@ -333,8 +333,8 @@ def test_every_rank_predicts_the_same_step_though_one_has_short_documents_and_an
 def test_a_job_that_the_simulator_does_not_take_has_no_prediction_and_one_that_fails_is_told_once(capsys):
     odd = job_of(virtual_pipeline_model_parallel_size=2)
     plan = plan_of([[[64], [64]]] * 3)  # three micro-batches are no multiple of two stages
-    assert predictor(odd, 0, 8)(plan, [shard([64], 2, "hybrid")] * 3) is None
-    assert predictor(job_of(num_layers=1), 0, 8)(plan, []) is None
+    assert predictor(odd, 0)(plan, [shard([64], 2, "hybrid")] * 3) is None
+    assert predictor(job_of(num_layers=1), 0) is None
     predict = group_prediction(job_of())
     assert predict(StepPlan(4, ((Group(0, 3, (0,)),),)), [5]) is None  # no such size
     assert predict(StepPlan(4, ((Group(0, 2, (0,)),),)), [5]) is None
@@ -479,11 +479,10 @@ def test_exchanges_are_timed_in_the_jobs_that_log_them_and_in_no_later_one(monke
     log = SimpleNamespace(log=lambda names: None, write=lambda names: None)
     monkeypatch.setattr(megatron.training, "get_timers", lambda: log)
     monkeypatch.setattr(timers, "add", lambda name, seconds: None)
-    training_log = timers.wrap_training_log(lambda: None)
     for level, timed in ((2, True), (1, False)):
         args = SimpleNamespace(timing_log_level=level, distributed_backend="gloo")
         monkeypatch.setattr(megatron.training, "get_args", lambda args=args: args)
-        training_log()
+        timers.continue_lists()
         assert (timers.kv_exchange.on_wait is not None) == timed
 
 

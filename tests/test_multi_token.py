@@ -17,7 +17,7 @@ from wlb_megatron.documents.blend import Blend, predictions
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.summary import PlanSummary
 from wlb_megatron.plan import Piece
-from wlb_megatron.plugin import install
+from wlb_megatron.plugin import hooks
 from wlb_megatron.plugin.logs import logged_losses
 from wlb_megatron.plugin.micro_batches.loaded import HeldTokens, Layout, PackedDocuments
 from wlb_megatron.plugin.micro_batches.planning import PlannedMicroBatch
@@ -209,7 +209,7 @@ def test_multi_token_prediction_is_refused_where_its_roll_has_another_form(monke
         return tensors
 
     monkeypatch.setattr(multi_token_prediction, "roll_tensor", roll_tensor)
-    assert not any(hook.place.endswith(":roll_tensor") for hook in install.rows())
+    assert not any(hook.place.endswith(":roll_tensor") for hook in hooks.rows())
     refuse_other_form(0)
     with pytest.raises(Refused, match="error: --mtp-num-layers"):
         refuse_other_form(1)

@@ -23,7 +23,7 @@ from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.errors import WlbError
 from wlb_megatron.plan import IterationPlan, MicroBatch, Piece
 from wlb_megatron.plugin import stores
-from wlb_megatron.plugin.flags.open_files import allow_open_files
+from wlb_megatron.plugin.flags.data_paths import allow_open_files
 from wlb_megatron.plugin.job_state import begin_job
 from wlb_megatron.plugin.micro_batches.iterators import MicroBatchIterator, MicroBatchSampler
 from wlb_megatron.plugin.micro_batches.planning import (

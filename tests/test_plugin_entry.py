@@ -327,7 +327,7 @@ def test_hooks_install_once_do_nothing_with_wlb_off_and_name_a_missing_symbol(tm
     script = """
 import inspect, sys
 import megatron.training.arguments as arguments
-from wlb_megatron.plugin import install
+from wlb_megatron.plugin import hooks
 from wlb_megatron.refusals import Refused
 
 def stand_in(symbol):  # with --wlb-off it has to get just what its caller gave
@@ -336,25 +336,25 @@ def stand_in(symbol):  # with --wlb-off it has to get just what its caller gave
     original.__signature__ = inspect.signature(symbol)
     return original
 
-rows = [(hook, *install.locate(hook)) for hook in install.rows() if not hook.always]
-stand_ins = [stand_in(install._function(getattr(owner, name))) for _, owner, name in rows]
+rows = [(hook, *hooks.locate(hook)) for hook in hooks.rows() if not hook.always]
+stand_ins = [stand_in(hooks._function(getattr(owner, name))) for _, owner, name in rows]
 symbols = [getattr(owner, name) for _, owner, name in rows]
 for (_, owner, name), symbol, other in zip(rows, symbols, stand_ins):
     setattr(owner, name, property(other) if isinstance(symbol, property) else other)
-install.install()
+hooks.install()
 sys.argv.append("--wlb-off")
 given = object()
 for (hook, owner, name), other in zip(rows, stand_ins):
-    replaced = install._function(getattr(owner, name))
+    replaced = hooks._function(getattr(owner, name))
     assert replaced is not other and replaced(given, word=given) == (other, (given,), {"word": given}), hook
     setattr(owner, name, symbols[stand_ins.index(other)])
-install.install()
+hooks.install()
 once = arguments.parse_args
-install.install()
+hooks.install()
 assert arguments.parse_args is once
-assert not hasattr(getattr(once, install.ORIGINAL), install.ORIGINAL)
+assert not hasattr(getattr(once, hooks.ORIGINAL), hooks.ORIGINAL)
 try:
-    install._locate("megatron.training.arguments:parse_argz")
+    hooks._locate("megatron.training.arguments:parse_argz")
 except Refused as error:
     assert "parse_argz" in str(error) and "0.19.2" in str(error), error
     assert str(type(error)(str(error))) == str(error)  # as a rank prints it that is chosen to

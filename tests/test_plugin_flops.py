@@ -46,24 +46,14 @@ def test_throughput_is_of_all_iterations_since_the_last_line(release, monkeypatc
     totals: list[tuple[float, float]] = []
     monkeypatch.setattr(flops, "get_args", lambda: argparse.Namespace(log_interval=3))
 
-    def log_of_17(loss, iteration, is_first_iteration=False):
-        totals.append(part(flops.SegmentCounts).step)
-
-    def log_of_19(
-        loss,
-        iteration,
-        is_first_iteration=False,
-        seqlen_squared_sum_in_batch=None,
-        total_real_tokens_in_batch=None,
-    ):
-        totals.append((total_real_tokens_in_batch, seqlen_squared_sum_in_batch))
-
-    log = flops.wrap_training_log(log_of_17 if release == "0.17" else log_of_19)
     for iteration in range(1, 7):
         counted = (10.0 * iteration, 100.0 * iteration)
         part(flops.SegmentCounts).step = counted
         later = {} if release == "0.17" else dict(zip(flops._TOTALS, counted, strict=True))
-        log(None, iteration, is_first_iteration=iteration == 1, **later)
+        arguments = {"iteration": iteration, "is_first_iteration": iteration == 1, **later}
+        flops.take_mean(arguments)
+        mean = tuple(arguments[name] for name in flops._TOTALS) if later else part(flops.SegmentCounts).step
+        totals.append(mean)
     assert [totals[at] for at in (0, 2, 5)] == [(10, 100), (20, 200), (50, 500)]
 
 
@@ -74,12 +64,12 @@ def test_the_operations_of_the_last_iteration_are_told_where_the_log_has_taken_t
     monkeypatch.setattr(flops, "get_args", lambda: args)
     assert flops.logged_operations() is None
     logged: list[float] = []
-    log = flops.wrap_training_log(lambda loss, iteration: logged.append(count(args, 1)))
     each = []
     for iteration, lengths in enumerate(((5, 7), (40,)), 1):
         flops.count_segments([bounds(*lengths)])
         each.append(count(args, 1))
-        log(None, iteration)
+        flops.take_mean({"iteration": iteration})
+        logged.append(count(args, 1))
         assert flops.logged_operations() == each[-1]
     assert logged == pytest.approx([each[0], sum(each) / 2])
 

@@ -21,7 +21,7 @@ from wlb_megatron.attention.device_layout import DeviceCache
 from wlb_megatron.attention.key_cache import KeyCache, cached_bytes
 from wlb_megatron.pipeline.orders import grouped_orders
 from wlb_megatron.plan import IterationPlan, MicroBatch, Piece
-from wlb_megatron.plugin import install
+from wlb_megatron.plugin import hooks
 from wlb_megatron.plugin.flags import training_job
 from wlb_megatron.plugin.job_state import part
 from wlb_megatron.plugin.micro_batches import planning
@@ -399,5 +399,5 @@ def test_before_0_18_an_output_has_been_sent_when_megatron_frees_it(frees, monke
 
 @pytest.mark.parametrize(("version", "mended"), [("0.16.2", True), ("0.17.2", True), ("0.18.2", False)])
 def test_outputs_are_waited_for_where_megatron_does_not(version, mended, monkeypatch):
-    monkeypatch.setattr(install, "megatron_version", lambda: version)
-    assert any(hook.wrap is wrap_send_forward_recv_forward for hook in install.rows()) == mended
+    monkeypatch.setattr(hooks, "megatron_version", lambda: version)
+    assert any(hook.wrap is wrap_send_forward_recv_forward for hook in hooks.rows()) == mended

@@ -16,10 +16,10 @@ from conftest import without
 from megatron_runs import failure, flags, launch, output_of, run_script, small_disk
 
 from wlb_megatron.config import WlbConfig
-from wlb_megatron.plugin.hand_over import name_full_disk
 from wlb_megatron.plugin.job_state import begin_job, part
 from wlb_megatron.plugin.logs import metrics, trace
 from wlb_megatron.plugin.logs.reporting import check_outputs, never_fatal
+from wlb_megatron.plugin.take_over import name_full_disk
 from wlb_megatron.refusals import RefusedHere
 from wlb_megatron.whole_files import renamed_at_end
 

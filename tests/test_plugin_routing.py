@@ -15,21 +15,19 @@ from megatron.core.transformer.moe.moe_utils import (
 from wlb_megatron.packing.summary import PlanSummary
 from wlb_megatron.pipeline.orders import links_of
 from wlb_megatron.plan import Piece
-from wlb_megatron.plugin import install
+from wlb_megatron.plugin import hooks
 from wlb_megatron.plugin.job_state import part
 from wlb_megatron.plugin.micro_batches.loaded import padding_mask
 from wlb_megatron.plugin.micro_batches.planning import PlannedMicroBatch
-from wlb_megatron.plugin.model import document_balance
-from wlb_megatron.plugin.model.document_balance import (
+from wlb_megatron.plugin.model import routing
+from wlb_megatron.plugin.model.routing import (
     Documents,
     balance,
     chunks_of,
-    wrap_apply_seq_aux_loss,
-    wrap_routing,
-)
-from wlb_megatron.plugin.model.routing import (
     stage_padding_mask,
     wrap_apply_expert_bias,
+    wrap_apply_seq_aux_loss,
+    wrap_routing,
     wrap_set_loss_scale,
     wrap_token_counts,
 )
@@ -93,8 +91,8 @@ def test_routers_losses_weigh_by_the_whole_micro_batch_before_0_19(monkeypatch):
 
 @pytest.mark.parametrize(("version", "mended"), [("0.16.2", True), ("0.18.3", True), ("0.19.1", False)])
 def test_the_strength_of_routers_losses_is_mended_where_megatron_does_not(version, mended, monkeypatch):
-    monkeypatch.setattr(install, "megatron_version", lambda: version)
-    assert any(hook.wrap is wrap_set_loss_scale for hook in install.rows()) == mended
+    monkeypatch.setattr(hooks, "megatron_version", lambda: version)
+    assert any(hook.wrap is wrap_set_loss_scale for hook in hooks.rows()) == mended
 
 
 def test_a_later_stage_gets_its_part_of_the_mask(monkeypatch):
@@ -198,7 +196,7 @@ def test_chunks_balance_as_their_document_whole_whether_their_layer_is_recompute
 
     losses = {}
     for at, documents in enumerate(micro_batches):
-        document_balance.begin(documents)
+        routing.begin(documents)
         if recomputed:
             with torch.no_grad():
                 assert wrap_routing(lambda _, logits, mask: logits)(router, held[at][:, None]).shape[1] == 1
@@ -209,14 +207,14 @@ def test_chunks_balance_as_their_document_whole_whether_their_layer_is_recompute
                 losses[0].backward(retain_graph=True)
     total, gradient = 0.0, torch.zeros_like(wanted)
     for at in (2, 1, 0):
-        document_balance.begin(micro_batches[at], in_backward=True)
+        routing.begin(micro_batches[at], in_backward=True)
         loss = losses[at] if at in losses else loss_of(at)
         total += float(loss.detach())
         gradient += torch.autograd.grad(loss, logits, retain_graph=True)[0]
     assert total == pytest.approx(float(right.detach()), rel=1e-6)
     assert torch.allclose(gradient, wanted, rtol=1e-5, atol=1e-7)
-    part(document_balance.Routed).chunked.clear()
-    assert not part(document_balance.Routed).chunked
+    part(routing.Routed).chunked.clear()
+    assert not part(routing.Routed).chunked
 
 
 def test_routers_of_a_layer_that_is_recomputed_get_its_own_micro_batchs_documents():
@@ -230,18 +228,18 @@ def test_routers_of_a_layer_that_is_recomputed_get_its_own_micro_batchs_document
 
         @staticmethod
         def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-            seen.append(part(document_balance.Routed).documents)
+            seen.append(part(routing.Routed).documents)
             return gradient
 
     outputs = []
     for documents in (first, second):
-        document_balance.begin(documents)
+        routing.begin(documents)
         outputs.append(Recomputed.apply(torch.ones(1, requires_grad=True)) * 2)
-        document_balance.begin_backward(documents, outputs[-1])
+        routing.begin_backward(documents, outputs[-1])
     for output in outputs:
         output.sum().backward()
-    document_balance.begin_backward(first, torch.ones(1))  # an evaluation's has none
-    document_balance.begin(None)
+    routing.begin_backward(first, torch.ones(1))  # an evaluation's has none
+    routing.begin(None)
     assert seen == [first, second]
 
 

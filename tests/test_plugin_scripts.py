@@ -11,8 +11,8 @@ import pytest
 from megatron_runs import ROOT, cpu_environment, flags, free_port, logged_losses, run_script
 
 from wlb_megatron.patching import hunks
-from wlb_megatron.plugin import hand_over, pretrain_gpt, take_over
 from wlb_megatron.plugin import launch as launcher
+from wlb_megatron.plugin import pretrain_gpt, take_over
 from wlb_megatron.plugin.step.forward_step import forward_step
 from wlb_megatron.refusals import Refused
 
@@ -180,13 +180,13 @@ def test_a_release_that_moved_a_parameter_or_lacks_a_package_is_told_by_name(tmp
     script = """
 import dataclasses, sys
 import megatron.training.arguments as arguments
-from wlb_megatron.plugin import hooks, install
+from wlb_megatron.plugin import hooks
 from wlb_megatron.refusals import Refused
 
 def moved(place, takes):
     hooks.HOOKS = (*kept, dataclasses.replace(kept[0], place=place, takes=takes))
     try:
-        install.install()
+        hooks.install()
     except Refused as error:
         return str(error)
     raise SystemExit("installed")
@@ -205,8 +205,8 @@ assert arguments.parse_args is before
 
 def test_megatrons_dataset_helpers_are_built_only_where_its_own_datasets_may_be(monkeypatch):
     made: list[str] = []
-    compile_helpers = hand_over.wrap_compile_helpers(lambda: made.append("made"))
-    monkeypatch.setattr(hand_over.importlib.util, "find_spec", lambda name: None)
+    compile_helpers = take_over.wrap_compile_helpers(lambda: made.append("made"))
+    monkeypatch.setattr(take_over.importlib.util, "find_spec", lambda name: None)
     compile_helpers()
     assert not made
     monkeypatch.setattr(sys, "argv", [*sys.argv, "--wlb-off"])
@@ -233,7 +233,7 @@ def test_before_the_flags_are_read_pretrain_gets_what_looks_the_job_up_later():
         train_valid_test_dataset_provider([1, 1, 1])
 
     with pytest.raises(Refused, match="call enable\\(\\) before the script parses them"):
-        hand_over.wrap_pretrain(original)(lambda: "data", lambda: "model", "gpt", lambda: "step")
+        take_over.wrap_pretrain(original)(lambda: "data", lambda: "model", "gpt", lambda: "step")
     assert parts[0].is_distributed and parts[1] is forward_step
 
 

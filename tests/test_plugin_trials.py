@@ -24,7 +24,7 @@ from training_jobs import training_job
 from wlb_megatron.attention.kernels import before_training
 from wlb_megatron.doctor import doctor_command
 from wlb_megatron.errors import CPU, WlbError
-from wlb_megatron.plugin import install, megatron_trial
+from wlb_megatron.plugin import hooks, megatron_trial
 from wlb_megatron.plugin.flags import versions
 from wlb_megatron.plugin.megatron_trial import Comparison, try_transformer_engine
 from wlb_megatron.plugin.model.delta_nets import AtDocuments, try_delta_nets
@@ -194,20 +194,20 @@ def check_of_changed_megatrons(rank: int, folder: Path) -> None:
     from megatron.core.transformer.moe import moe_utils
 
     finalize = importlib.import_module("megatron.core.distributed.finalize_model_grads")
-    comparisons = {"none": megatron_trial.rank_comparisons(str(folder / "none"), rank, install.install)}
+    comparisons = {"none": megatron_trial.rank_comparisons(str(folder / "none"), rank, hooks.install)}
     scaler, whole = moe_utils.MoEAuxLossAutoScaler, finalize.finalize_model_grads
     weak = staticmethod(lambda scale, set_scale=scaler.set_loss_scale: set_scale(scale / 2))
     with changed(scaler, "set_loss_scale", weak):
-        comparisons["weak"] = megatron_trial.rank_comparisons(str(folder / "weak"), rank, install.install)
+        comparisons["weak"] = megatron_trial.rank_comparisons(str(folder / "weak"), rank, hooks.install)
     undivided = lambda model, tokens=None, **more: whole(model, None, **more)  # noqa: E731
     with changed(finalize, "finalize_model_grads", undivided):
         comparisons["undivided"] = megatron_trial.rank_comparisons(
-            str(folder / "undivided"), rank, install.install
+            str(folder / "undivided"), rank, hooks.install
         )
     from wlb_megatron.plugin.step.losses import DeferredLoss
 
     with changed(DeferredLoss, "run", lambda self, run=DeferredLoss.run: run(self) / 2):
-        comparisons["late"] = megatron_trial.rank_comparisons(str(folder / "late"), rank, install.install)
+        comparisons["late"] = megatron_trial.rank_comparisons(str(folder / "late"), rank, hooks.install)
     (folder / f"rank{rank}.json").write_text(json.dumps(comparisons))
 
 

@@ -262,9 +262,9 @@ def megatron() -> Iterator[Finding]:
     )
     if installed_version("torch") is None:
         return
-    from wlb_megatron.plugin import install
+    from wlb_megatron.plugin import hooks
 
-    count = len([install.locate(hook) for hook in install.rows()])
+    count = len([hooks.locate(hook) for hook in hooks.rows()])
     yield Finding("Megatron's symbols that the plugin replaces", f"all {count} found")
     yield dataset_helpers()
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1":

@@ -34,9 +34,9 @@ def main() -> None:
         sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     enable()
     if describe:
-        from wlb_megatron.plugin import install
+        from wlb_megatron.plugin import hooks
 
-        print(install.describe())
+        print(hooks.describe())
         return
     sys.argv = arguments
     runpy.run_path(script, run_name="__main__")
@@ -57,6 +57,6 @@ def enable() -> None:
     from wlb_megatron.plugin.flags.versions import check_megatron
 
     checked(check_megatron)
-    from wlb_megatron.plugin import install
+    from wlb_megatron.plugin import hooks
 
-    checked(install.install)
+    checked(hooks.install)

@@ -93,9 +93,7 @@ def check() -> float:
     """Run the check's ranks on this machine's CPU; the largest error. WlbError with what differs, or why it failed."""
     with tempfile.TemporaryDirectory() as folder:
         meeting = str(Path(folder) / "meeting")
-        work = (
-            "from wlb_megatron.plugin import install, megatron_trial; megatron_trial.serve(install.install)"
-        )
+        work = "from wlb_megatron.plugin import hooks, megatron_trial; megatron_trial.serve(hooks.install)"
         command = [sys.executable, "-P", "-c", work]
         try:
             outputs = run_ranks(

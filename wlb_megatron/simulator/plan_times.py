@@ -55,8 +55,8 @@ class PlanTimes:
     def orders(self, plans: Sequence[IterationPlan]) -> Orders:
         return orders_of(plans, in_step=self.in_step)
 
-    def kept_layers(self, plans: Sequence[IterationPlan]) -> Kept | None:
-        """None where steps run the flags."""
+    def kept_layers(self, plans: Sequence[IterationPlan], only_rank: int | None = None) -> Kept | None:
+        """None where steps run the flags. only_rank: those of this data-parallel rank alone."""
         memory, layout = self.memory, self.model.layout
         if memory is None:
             return None
@@ -66,10 +66,12 @@ class PlanTimes:
         steps = []
         for plan, groups in zip(plans, self.orders(plans), strict=True):
             columns = list(zip(*plan.micro_batches, strict=True))
+            rank = only_rank
             if self.quick:
-                fullest = max(range(len(columns)), key=lambda rank: sum(m.tokens for m in columns[rank]))
-                columns, groups = columns[fullest : fullest + 1], groups[fullest : fullest + 1]
+                rank = max(range(len(columns)), key=lambda rank: sum(m.tokens for m in columns[rank]))
+            if rank is not None:
+                columns, groups = columns[rank : rank + 1], groups[rank : rank + 1]
             loads = [loads_of(column, self.alignment, layout.context) for column in columns]
             ranks = plan_step_layers(loads, groups, stages, available, in_step=self.in_step)
-            steps.append(ranks * (layout.data // len(ranks)))
+            steps.append(ranks if only_rank is not None else ranks * (layout.data // len(ranks)))
         return steps

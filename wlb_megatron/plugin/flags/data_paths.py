@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -16,7 +17,7 @@ from wlb_megatron.documents.blend import SPLITS, Blend, parse_blend, part_corpor
 from wlb_megatron.documents.corpus import Corpus
 from wlb_megatron.documents.indexed import Kept, read_index
 from wlb_megatron.errors import WlbError
-from wlb_megatron.plugin.flags.open_files import allow_open_files
+from wlb_megatron.plugin import job_state
 from wlb_megatron.sft.index_files import Tokenizing
 
 
@@ -213,3 +214,35 @@ class FineTuning:
             cache=Path(cache) if cache else None,
             overlong_given=getattr(args, "wlb_overlong", None) is not None,
         )
+
+
+SPARE, LEAST_SPARE = 1024, 256
+"""Files for all that is not counted here (torch, NCCL, checkpoints): asked for, and needed at least."""
+
+
+@dataclass(slots=True)
+class FilesAllowed:
+    """Files counted for all purposes so far."""
+
+    total: int = 0
+
+
+def allow_open_files(count: int, purpose: str) -> None:
+    """Let this process open `count` files beside those of earlier calls. Often 1,024 are allowed until it asks.
+
+    purpose: the opener's name, to begin the message. Raises WlbError if the machine's hard limit is too low.
+    """
+    soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = job_state.part(FilesAllowed)
+    total = files.total + count
+    if hard_limit != resource.RLIM_INFINITY and hard_limit < total + LEAST_SPARE:
+        raise WlbError(
+            f"{purpose} need {count} open files, {total + LEAST_SPARE} with all others, but a process may open "
+            f"{hard_limit} here: raise the hard limit (ulimit -Hn, Slurm's PropagateResourceLimits, the container's "
+            "--ulimit nofile)"
+        )
+    files.total = total
+    target = total + SPARE
+    if soft_limit != resource.RLIM_INFINITY and soft_limit < target:
+        new_limit = target if hard_limit == resource.RLIM_INFINITY else min(target, hard_limit)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (new_limit, hard_limit))

@@ -7,8 +7,6 @@ own formula at s and 2 * s; a step of documents l then counts L * sum(l) + A * s
 from __future__ import annotations
 
 import copy
-import functools
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -71,36 +69,28 @@ def wrap_num_floating_point_operations(original: Callable[..., Any]) -> Callable
     return num_floating_point_operations
 
 
-def wrap_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
-    """training_log, given the mean FLOPs of the iterations since the last line.
+def take_mean(arguments: dict[str, Any]) -> None:
+    """Before training_log(**arguments): have it take the mean FLOPs of the iterations since the last line.
 
     Megatron divides the last iteration's FLOPs by the interval's mean time. That is the throughput only where all
     iterations are alike.
     """
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def training_log(*args: Any, **kwargs: Any) -> Any:
-        counts = part(SegmentCounts)
-        arguments = signature.bind(*args, **kwargs).arguments
-        ours = set(_TOTALS) <= set(signature.parameters)
-        last = tuple(arguments.get(name) for name in _TOTALS) if ours else counts.step
-        counts.logged = last
-        if last is None or None in last:
-            return original(*args, **kwargs)
-        counts.passed.append(last)
-        passed = counts.passed
-        mean = tuple(sum(column) / len(passed) for column in zip(*passed, strict=True))
-        if ours:
-            arguments |= dict(zip(_TOTALS, mean, strict=True))
-        else:
-            counts.step = mean[0], mean[1]
-        # After the first iteration Megatron logs, but goes on summing times.
-        if arguments["iteration"] % get_args().log_interval == 0 and not arguments.get("is_first_iteration"):
-            passed.clear()
-        return original(**arguments)
-
-    return training_log
+    counts = part(SegmentCounts)
+    ours = set(_TOTALS) <= arguments.keys()
+    last = tuple(arguments[name] for name in _TOTALS) if ours else counts.step
+    counts.logged = last
+    if last is None or None in last:
+        return
+    counts.passed.append(last)
+    passed = counts.passed
+    mean = tuple(sum(column) / len(passed) for column in zip(*passed, strict=True))
+    if ours:
+        arguments |= dict(zip(_TOTALS, mean, strict=True))
+    else:
+        counts.step = mean[0], mean[1]
+    # After the first iteration Megatron logs, but goes on summing times.
+    if arguments["iteration"] % get_args().log_interval == 0 and not arguments.get("is_first_iteration"):
+        passed.clear()
 
 
 def logged_operations() -> float | None:

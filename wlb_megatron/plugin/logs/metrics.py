@@ -7,7 +7,6 @@ norm in between.
 
 from __future__ import annotations
 
-import inspect
 import json
 import time
 from collections import Counter, deque
@@ -123,37 +122,31 @@ def stepped(
         part(Figures).pending = ({**figures, "iteration": iteration}, step_start)
 
 
-def wrap_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
-    """training_log, after which the plugin's own figures of the iteration follow."""
-    signature = inspect.signature(original)
+def report_iteration(iteration: int, skipped: int) -> None:
+    """After training_log: the plugin's own figures of the iteration. skipped: 1 if its update was thrown away."""
+    from megatron.training import get_args
 
-    def training_log(*args: Any, **kwargs: Any) -> Any:
-        from megatron.training import get_args
+    from wlb_megatron.plugin.logs import flops
 
-        from wlb_megatron.plugin.logs import flops
-
-        result, state = original(*args, **kwargs), part(Figures)
-        with never_fatal("the ranks' pace is not measured"):
-            _warn(stragglers.after_iteration(int(signature.bind(*args, **kwargs).arguments["iteration"])))
-        if state.pending is not None:
-            (figures, step_start), state.pending = state.pending, None
-            with never_fatal(_NO_FIGURES):
-                seconds = time.perf_counter() - step_start
-                gpus = torch.distributed.get_world_size()
-                skipped = int(signature.bind(*args, **kwargs).arguments["skipped_iter"])
-                figures |= state.progress.add(figures["iteration"], get_args().train_iters)
-                figures |= stragglers.figures() | state.of_memory()
-                if get_args().distributed_backend == "nccl":
-                    state.memory_peak = max(state.memory_peak, torch.cuda.max_memory_allocated())
-                    figures["memory_peak_gb"] = round(state.memory_peak / 1e9, 2)
-                    figures["tokens_per_second_per_gpu"] = figures["tokens"] / seconds / gpus
-                    if (operations := flops.logged_operations()) is not None:
-                        figures["tflops_per_gpu"] = operations / 1e12 / seconds / gpus
-                figures["measured_ms"] = seconds * 1e3
-                _report(figures | {"update_skipped": skipped})
-        return result
-
-    return training_log
+    state = part(Figures)
+    with never_fatal("the ranks' pace is not measured"):
+        _warn(stragglers.after_iteration(iteration))
+    if state.pending is None:
+        return
+    (figures, step_start), state.pending = state.pending, None
+    with never_fatal(_NO_FIGURES):
+        seconds = time.perf_counter() - step_start
+        gpus = torch.distributed.get_world_size()
+        figures |= state.progress.add(figures["iteration"], get_args().train_iters)
+        figures |= stragglers.figures() | state.of_memory()
+        if get_args().distributed_backend == "nccl":
+            state.memory_peak = max(state.memory_peak, torch.cuda.max_memory_allocated())
+            figures["memory_peak_gb"] = round(state.memory_peak / 1e9, 2)
+            figures["tokens_per_second_per_gpu"] = figures["tokens"] / seconds / gpus
+            if (operations := flops.logged_operations()) is not None:
+                figures["tflops_per_gpu"] = operations / 1e12 / seconds / gpus
+        figures["measured_ms"] = seconds * 1e3
+        _report(figures | {"update_skipped": skipped})
 
 
 def _report(figures: dict[str, Any]) -> None:

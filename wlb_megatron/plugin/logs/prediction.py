@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,12 +17,12 @@ from wlb_megatron.packing.memory_limits import GpuMemory
 from wlb_megatron.packing.packer import Waiting
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.varlen.arrange import in_given_order
-from wlb_megatron.pipeline.kept_layers import loads_of, plan_step_layers, recomputed_array
+from wlb_megatron.pipeline.kept_layers import recomputed_array
 from wlb_megatron.plan import IterationPlan
 from wlb_megatron.plugin.flags.training_job import TrainingJob
 from wlb_megatron.plugin.logs.reporting import never_fatal
 from wlb_megatron.plugin.micro_batches.planning import ShardSettings
-from wlb_megatron.sharding.cut import cut, orders_of, pad
+from wlb_megatron.sharding.cut import cut, pad
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.simulator.calibration import with_links
 from wlb_megatron.simulator.groups import simulate_groups
@@ -45,80 +44,86 @@ Predict = Callable[[IterationPlan, Sequence[ShardPlan]], float | None]
 
 
 def predictor(
-    job: TrainingJob,
-    dp_rank: int,
-    alignment: int,
-    *,
-    in_step: bool = False,
-    memory: GpuMemory | None = None,
-    table: KernelTable | None = None,
-) -> Predict:
+    job: TrainingJob, dp_rank: int, *, memory: GpuMemory | None = None, table: KernelTable | None = None
+) -> Predict | None:
     """The prediction of this job: by its profile, or without one by built-in attention and assumed rates.
 
-    in_step: all data-parallel ranks run the same groups of micro-batches. memory: by which each step keeps layers;
-    None: steps run the flags of recomputation. table: this GPU's kernel times, without a profile.
+    memory: by which each step keeps layers; None: steps run the flags of recomputation. table: this GPU's kernel
+    times, without a profile.
 
     None for a job that the simulator does not take (a schedule of another kind): it trains all the same.
     """
-    model = _model_or_none(job, table)
-    if model is None:
-        return nothing_predicted
-    return UntilItFails(partial(_predict, model, dp_rank, alignment, in_step, memory))
-
-
-def _predict(
-    model: LayerModel,
-    dp_rank: int,
-    alignment: int,
-    in_step: bool,
-    memory: GpuMemory | None,
-    plan: IterationPlan,
-    shards: Sequence[ShardPlan],
-) -> float:
-    tokens, attention = _loads(plan, shards, model, dp_rank, alignment)
-    (orders,) = orders_of([plan], in_step=in_step)
-    call_cuts = np.broadcast_to(
-        cut_of(shards)[:, None], tokens.shape
-    )  # of this rank's; others' are like them
-    recomputed_layers = (
-        None if memory is None else _recomputed(memory, model, dp_rank, alignment, plan, orders, in_step)
-    )
-    times = run_steps(tokens, attention, model, cuts=call_cuts, orders=orders, recomputed=recomputed_layers)
-    return float(times.steps[0]) / 1e6
-
-
-def _recomputed(
-    memory: GpuMemory,
-    model: LayerModel,
-    dp_rank: int,
-    alignment: int,
-    plan: IterationPlan,
-    orders: Sequence[tuple[int, ...] | None],
-    in_step: bool,
-) -> npt.NDArray[np.int64]:
-    """int[1, dp, P, V, m]: recomputed layers by the memory model.
-
-    Of many data-parallel ranks this one's is planned. The others are taken to keep as much, each micro-batch as the one
-    in the same place.
-    """
-    layout = model.layout
-    columns = [
-        loads_of(column, alignment, layout.context) for column in zip(*plan.micro_batches, strict=True)
-    ]
-    stages = [
-        memory.stage(stage, [model.layers_of(stage, chunk) for chunk in range(layout.virtual)])
-        for stage in range(layout.pipeline)
-    ]
-    available = [memory.available(stage) for stage in range(layout.pipeline)]
-    if len(columns) * layout.pipeline > MOST_PLANNED and not in_step:
-        columns, orders = columns[dp_rank : dp_rank + 1], orders[dp_rank : dp_rank + 1]
-    layers = recomputed_array(plan_step_layers(columns, orders, stages, available, in_step=in_step))
-    return np.broadcast_to(layers, (layout.data, *layers.shape[1:]))[None]
+    times = _plan_times(job, memory, table)
+    return None if times is None else UntilItFails(Prediction(times, dp_rank))
 
 
 MOST_PLANNED = 64
 """Stages, of all data-parallel ranks, whose kept layers are planned for one prediction: each takes about a millisecond.
 """
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Milliseconds of an iteration, of whose micro-batches only those of data-parallel rank `dp_rank` are sharded."""
+
+    times: PlanTimes
+    dp_rank: int
+
+    def __call__(self, plan: IterationPlan, shards: Sequence[ShardPlan]) -> float:
+        """shards: of this rank's micro-batches."""
+        tokens, attention = self._loads(plan, shards)
+        (orders,) = self.times.orders([plan])
+        call_cuts = np.broadcast_to(
+            cut_of(shards)[:, None], tokens.shape
+        )  # of this rank's; others' are like them
+        simulated = run_steps(
+            *(tokens, attention, self.times.model),
+            cuts=call_cuts,
+            orders=orders,
+            recomputed=self._recomputed(plan),
+        )
+        return float(simulated.steps[0]) / 1e6
+
+    def _recomputed(self, plan: IterationPlan) -> npt.NDArray[np.int64] | None:
+        """int[1, dp, P, V, m]: recomputed layers by the memory model; None where steps run the flags.
+
+        Of many data-parallel ranks this one's is planned. The others are taken to keep as much, each micro-batch as the
+        one in the same place.
+        """
+        layout = self.times.model.layout
+        plans_one = layout.data * layout.pipeline > MOST_PLANNED and not self.times.in_step
+        kept = self.times.kept_layers([plan], self.dp_rank if plans_one else None)
+        if kept is None:
+            return None
+        layers = recomputed_array(kept[0])
+        return np.broadcast_to(layers, (layout.data, *layers.shape[1:]))[None]
+
+    def _loads(self, plan: IterationPlan, shards: Sequence[ShardPlan]) -> tuple[npt.NDArray[np.int64], Times]:
+        """Tokens int[1, m, dp] and attention float[1, m, dp, 1] (the slowest context rank's) of all micro-batches.
+
+        The other ranks' attention is what their documents would take whole, times what this rank's shards take of
+        theirs: by pairs of tokens alone, a rank of short documents, which take more for a pair, would have another's
+        long one take twice its time.
+        """
+        model, grid = self.times.model, plan.micro_batches
+        tokens = np.array([[micro_batch.tokens for micro_batch in row] for row in grid], dtype=np.int64)
+        tokens = -(-tokens // self.times.alignment) * self.times.alignment
+        pieces = [[micro_batch.pieces for micro_batch in row] for row in grid]
+        lengths = np.array(
+            [p.end - p.start for row in pieces for micro_batch in row for p in micro_batch], dtype=np.int64
+        )
+        counts = np.array([len(micro_batch) for row in pieces for micro_batch in row])
+        begins = np.concatenate(([0], np.cumsum(counts)[:-1]))
+        whole_ns = np.append(model.table.diagonal_ns(lengths), 0)  # an empty micro-batch may come last
+        sums = np.where(counts > 0, np.add.reduceat(whole_ns, begins), 0)
+        prices = sums.reshape(tokens.shape) + model.table.call
+        ways = []
+        for times in model.attention(shards):
+            slowest = times.max(axis=1)
+            attention = prices * (slowest.sum() / prices[:, self.dp_rank].sum())
+            attention[:, self.dp_rank] = slowest
+            ways.append(attention[None, :, :, None])
+        return tokens[None], Times(*ways)
 
 
 def plan_times(job: TrainingJob, memory: GpuMemory | None) -> PlanTimes | None:
@@ -127,37 +132,38 @@ def plan_times(job: TrainingJob, memory: GpuMemory | None) -> PlanTimes | None:
     None if it says nothing: a schedule that the simulator does not take, layers that see a window of earlier keys,
     CPUs without a profile.
     """
-    if (job.profile is None and not job.device.on_gpu) or job.model.window is not None:
-        return None
-    model = _model_or_none(job)
-    if model is None:
-        return None
-    return PlanTimes(
-        model=model,
-        alignment=job.alignment,
-        sharding=job.config.sharding,
-        in_step=job.trainer.in_step,
-        memory=memory,
-    )
+    unknown = (job.profile is None and not job.device.on_gpu) or job.model.window is not None
+    return None if unknown else _plan_times(job, memory)
 
 
-def group_predictor(job: TrainingJob, cost: GroupCost) -> PredictGroups:
+def _plan_times(
+    job: TrainingJob, memory: GpuMemory | None, table: KernelTable | None = None
+) -> PlanTimes | None:
+    with never_fatal("no predicted times, the simulator failed"), contextlib.suppress(ValueError):
+        return PlanTimes(
+            model=layer_model(job, table),
+            alignment=job.alignment,
+            sharding=job.config.sharding,
+            in_step=job.trainer.in_step,
+            memory=memory,
+        )
+    return None
+
+
+def group_predictor(job: TrainingJob, cost: GroupCost) -> PredictGroups | None:
     """The same with dynamic groups, every rank of a stage with micro-batches of its own.
 
     cost: the costs by which groups were planned. They tell the attention of a group without sharding it.
     """
-    model = _model_or_none(job)
-    if model is None:
-        return nothing_predicted
+    times = _plan_times(job, None)
+    if times is None:
+        return None
+    model = times.model
 
     def predict(plan: StepPlan, tokens: Sequence[int]) -> float:
         return float(simulate_groups([plan], [tokens], model, cost).steps[0]) / 1e6
 
     return UntilItFails(predict)
-
-
-def nothing_predicted(*_: Any) -> None:
-    """Of a job that the simulator does not take."""
 
 
 class UntilItFails:
@@ -178,11 +184,13 @@ class UntilItFails:
         return None
 
 
-def in_arrival_order(settings: ShardSettings, cost: CostModel, dp: int, planner: Planner) -> PredictPlan:
-    """What tells the milliseconds of each plan's documents in arrival order, until it fails."""
+def in_arrival_order(
+    settings: ShardSettings, cost: CostModel, dp: int, planner: Planner
+) -> PredictPlan | None:
+    """What tells the milliseconds of each plan's documents in arrival order, until it fails; None if it fails now."""
     with never_fatal("no gain over arrival order, the simulator failed"):
         return UntilItFails(ArrivalOrder(settings, cost, dp, planner))
-    return nothing_predicted
+    return None
 
 
 class ArrivalOrder:
@@ -227,12 +235,6 @@ class ArrivalOrder:
         return of.predict(plan, cut(lengths, of.cp_size, "per-sequence", of.table))
 
 
-def _model_or_none(job: TrainingJob, table: KernelTable | None = None) -> LayerModel | None:
-    with never_fatal("no predicted times, the simulator failed"), contextlib.suppress(ValueError):
-        return layer_model(job, table)
-    return None
-
-
 def layer_model(job: TrainingJob, table: KernelTable | None = None) -> LayerModel:
     """The job as the simulator's model. Experts count as what they activate for a token.
 
@@ -261,34 +263,3 @@ def layer_model(job: TrainingJob, table: KernelTable | None = None) -> LayerMode
         recompute_blocks=job.recompute_blocks,
         regather=job.given.regather_keys,
     )
-
-
-def _loads(
-    plan: IterationPlan, shards: Sequence[ShardPlan], model: LayerModel, dp_rank: int, alignment: int
-) -> tuple[npt.NDArray[np.int64], Times]:
-    """Tokens int[1, m, dp] and attention float[1, m, dp, 1] (the slowest context rank's) of all micro-batches.
-
-    Only this rank's are sharded. The others' attention is what its documents would take whole, times what this
-    rank's shards take of theirs: by pairs of tokens alone, a rank of short documents, which take more for a pair,
-    would have another's long one take twice its time.
-    """
-    grid = plan.micro_batches
-    tokens = np.array([[micro_batch.tokens for micro_batch in row] for row in grid], dtype=np.int64)
-    tokens = -(-tokens // alignment) * alignment
-    pieces = [[micro_batch.pieces for micro_batch in row] for row in grid]
-    lengths = np.array(
-        [p.end - p.start for row in pieces for micro_batch in row for p in micro_batch], dtype=np.int64
-    )
-    counts = np.array([len(micro_batch) for row in pieces for micro_batch in row])
-    begins = np.concatenate(([0], np.cumsum(counts)[:-1]))
-    whole_ns = np.append(model.table.diagonal_ns(lengths), 0)  # an empty micro-batch may come last
-    prices = (
-        np.where(counts > 0, np.add.reduceat(whole_ns, begins), 0).reshape(tokens.shape) + model.table.call
-    )
-    ways = []
-    for times in model.attention(shards):
-        slowest = times.max(axis=1)
-        attention = prices * (slowest.sum() / prices[:, dp_rank].sum())
-        attention[:, dp_rank] = slowest
-        ways.append(attention[None, :, :, None])
-    return tokens[None], Times(*ways)

@@ -11,7 +11,6 @@ Nothing here synchronises: exchanges are marked on the device, and read when the
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -44,25 +43,19 @@ def add(name: str, seconds: float) -> None:
             timer.set_elapsed(timer.elapsed(reset=False) + seconds)
 
 
-def wrap_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
-    """training_log whose lists of timers are continued by the plugin's, on every rank alike."""
+def continue_lists() -> None:
+    """Before training_log: have the plugin's timers follow Megatron's lists of them, on every rank alike."""
+    from megatron.training import get_args, get_timers
 
-    @functools.wraps(original)
-    def training_log(*args: Any, **kwargs: Any) -> Any:
-        from megatron.training import get_args, get_timers
-
-        level, timers = get_args().timing_log_level, get_timers()
-        names = [name for name, minimum in LEVELS.items() if minimum <= level]
-        if names and not hasattr(timers.log, "names"):
-            timers.log, timers.write = _continued(timers.log, names), _continued(timers.write, names)
-        on_wait = _on_gpu if get_args().distributed_backend == "nccl" else _on_host
-        kv_exchange.on_wait = on_wait if level >= LEVELS["wlb-key-exchange"] else None
-        if kv_exchange.on_wait is not None:
-            with never_fatal("the timer wlb-key-exchange is not kept"):
-                add("wlb-key-exchange", _read_waits())
-        return original(*args, **kwargs)
-
-    return training_log
+    level, timers = get_args().timing_log_level, get_timers()
+    names = [name for name, minimum in LEVELS.items() if minimum <= level]
+    if names and not hasattr(timers.log, "names"):
+        timers.log, timers.write = _continued(timers.log, names), _continued(timers.write, names)
+    on_wait = _on_gpu if get_args().distributed_backend == "nccl" else _on_host
+    kv_exchange.on_wait = on_wait if level >= LEVELS["wlb-key-exchange"] else None
+    if kv_exchange.on_wait is not None:
+        with never_fatal("the timer wlb-key-exchange is not kept"):
+            add("wlb-key-exchange", _read_waits())
 
 
 def _continued(method: Callable[..., Any], names: list[str]) -> Callable[..., Any]:

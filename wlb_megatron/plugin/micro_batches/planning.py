@@ -121,7 +121,7 @@ class ShardSettings:
     sharding: str
     table: KernelTable
     predict: Callable[[IterationPlan, Sequence[ShardPlan]], float | None] | None = None
-    arrival_order: Callable[[Planner], Callable[[IterationPlan], float | None]] | None = None
+    arrival_order: Callable[[Planner], Callable[[IterationPlan], float | None] | None] | None = None
     predictions: Callable[[Sequence[Piece]], tuple[int, ...]] = nothing_counted
     in_step: bool = False
     keeps_layers: bool = False

@@ -297,12 +297,9 @@ def reporting(settings: ShardSettings, source: Source) -> ShardSettings:
         return settings
     if job.profile is None and not job.device.on_gpu:
         return settings  # the built-in figures are a GPU's
-    predict = predictor(
-        *(job, settings.dp_rank, settings.alignment),
-        in_step=settings.in_step,
-        memory=recompute_memory(job),
-        table=settings.table,
-    )
+    predict = predictor(job, settings.dp_rank, memory=recompute_memory(job), table=settings.table)
+    if predict is None:
+        return settings
     settings = replace(settings, predict=predict)
     return replace(
         settings, arrival_order=partial(in_arrival_order, settings, cost_model(job), job.sizes.data)

@@ -9,7 +9,6 @@ so that a run resumes at another data, tensor, context or pipeline parallel size
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 from collections.abc import Callable
@@ -97,17 +96,11 @@ def wrap_generate_state_dict(original: Callable[..., Any]) -> Callable[..., Any]
     return generate_state_dict
 
 
-def wrap_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
-    """training_log, which Megatron calls on every rank between the optimizer's step and the next checkpoint."""
-
-    @functools.wraps(original)
-    def training_log(*args: Any, **kwargs: Any) -> Any:
-        states = part(PackingStates)
-        if states.make_unapplied is not None:
-            states.make_next, states.make_unapplied = states.make_unapplied, None
-        return original(*args, **kwargs)
-
-    return training_log
+def note_applied() -> None:
+    """At training_log, which Megatron calls on every rank between the optimizer's step and the next checkpoint."""
+    states = part(PackingStates)
+    if states.make_unapplied is not None:
+        states.make_next, states.make_unapplied = states.make_unapplied, None
 
 
 def wrap_load_base_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:

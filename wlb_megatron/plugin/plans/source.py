@@ -23,7 +23,7 @@ from wlb_megatron.packing.factory import most_micro_batches, plan_job, sample_le
 from wlb_megatron.packing.packer import PackingJob, read_per_window
 from wlb_megatron.packing.planner import BatchSchedule, Planner
 from wlb_megatron.packing.varlen.varlen_packer import VarlenPacker
-from wlb_megatron.plugin.flags.data_paths import documents
+from wlb_megatron.plugin.flags.data_paths import allow_open_files, documents
 from wlb_megatron.plugin.flags.limits import (
     adoptable_tokens,
     cost_model,
@@ -31,7 +31,6 @@ from wlb_megatron.plugin.flags.limits import (
     gpu_memory,
     recompute_memory,
 )
-from wlb_megatron.plugin.flags.open_files import allow_open_files
 from wlb_megatron.plugin.flags.training_job import TrainingJob
 from wlb_megatron.plugin.logs.prediction import plan_times
 from wlb_megatron.plugin.micro_batches.iterators import files_of_workers

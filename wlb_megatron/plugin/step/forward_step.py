@@ -14,7 +14,7 @@ from megatron.training import get_args, get_timers
 from wlb_megatron.attention.core_attention import packed_seq_params
 from wlb_megatron.plugin.logs import trace
 from wlb_megatron.plugin.micro_batches.loaded import LoadedMicroBatch, process_group
-from wlb_megatron.plugin.model import document_balance
+from wlb_megatron.plugin.model import routing
 from wlb_megatron.plugin.model.routing import stage_padding_mask, stage_part
 from wlb_megatron.plugin.script_functions import loss_to_call
 from wlb_megatron.plugin.step.losses import claim, to_check
@@ -57,9 +57,9 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
         documents = None
         if batch.document_of is not None:
             index = stage_part(batch.document_of.cuda(non_blocking=True), sequence_parallel)
-            chunks = document_balance.chunks_of(plan.pieces, plan.shard.chunks)
-            documents = document_balance.Documents(index, len(plan.pieces), chunks)
-        document_balance.begin(documents)
+            chunks = routing.chunks_of(plan.pieces, plan.shard.chunks)
+            documents = routing.Documents(index, len(plan.pieces), chunks)
+        routing.begin(documents)
         group = process_group(plan.group)
         params = packed_seq_params(batch.attention, batch.layout.cp_rank, group=group)
         params.documents = None if batch.documents is None else batch.documents.cuda()
@@ -82,7 +82,7 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
             **routed,
         )
     deferred = claim(output)
-    document_balance.begin_backward(documents, output)
+    routing.begin_backward(documents, output)
     function = partial(_loss_function(model, rehearses=plan.iteration == REHEARSAL), loss_mask)
     return output, function if deferred is None else partial(deferred.begin, function)
 

@@ -33,7 +33,7 @@ import torch
 from wlb_megatron.attention.key_cache import clear_caches
 from wlb_megatron.pipeline.orders import grouped_orders, interleaved
 from wlb_megatron.plugin.job_state import part
-from wlb_megatron.plugin.model import document_balance
+from wlb_megatron.plugin.model import routing
 
 
 class GroupedStep:
@@ -57,7 +57,7 @@ class GroupedStep:
 
     def keep(self, chunk: int, input_tensor: Any, output_tensor: Any) -> None:
         """Tensors of the forward that has just run, through this model chunk, and what its recomputation needs."""
-        for_backward = _take_scales(), part(document_balance.Routed).documents
+        for_backward = _take_scales(), part(routing.Routed).documents
         self._kept[self._forwards[chunk], chunk] = input_tensor, output_tensor, *for_backward
         self._forwards[chunk] += 1
 
@@ -86,7 +86,7 @@ class GroupedStep:
             )
         inputs, outputs, scales, documents = self._kept.pop((micro_batch, chunk))
         _put_scales(scales)
-        document_balance.begin(documents, in_backward=True)
+        routing.begin(documents, in_backward=True)
         self._done += 1
         result = call(inputs, outputs, gradient, *args)
         # Megatron's own lists hold both until the turn of the oldest has come: free what they are not needed for.
@@ -121,7 +121,7 @@ def running(sizes: Sequence[int], micro_batches: int, chunks: int = 1) -> Iterat
     if sum(sizes) != micro_batches:
         raise RuntimeError(f"groups of {list(sizes)} for {micro_batches} micro-batches")
     clear_caches()
-    routed_chunks = part(document_balance.Routed).chunked
+    routed_chunks = part(routing.Routed).chunked
     routed_chunks.clear()
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     part(Running).step = GroupedStep(sizes, stages, chunks)
