@@ -163,7 +163,7 @@ def test_a_profile_of_another_layout_or_shape_is_refused_in_one_line(path, capsy
 def test_the_extras_of_a_share_are_in_the_table_that_plans_by_it(profile):
     """Rows that the executor moves cost sharding what they cost the kernels and it together."""
     costs: Costs = profile.costs
-    assert costs.table.query_row == pytest.approx(2 * OVERHEADS.query, rel=0.2)
+    assert costs.table.query_row == pytest.approx(2 * OVERHEADS.query_row, rel=0.2)
     assert costs.table.moved_query == pytest.approx(2 * OVERHEADS.moved_query, rel=0.2)
 
 
