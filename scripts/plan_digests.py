@@ -17,8 +17,7 @@ import numpy as np
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.packing.factory import make_packer
 from wlb_megatron.packing.packer import PackingJob
-from wlb_megatron.packing.planner import Planner
-from wlb_megatron.packing.varlen.thresholds import Repeated
+from wlb_megatron.packing.sample_choices import repeating_planner
 from wlb_megatron.registry import PACKERS
 from wlb_megatron.workload.cost_model import CostModel
 
@@ -56,7 +55,7 @@ def digest(packing: str, chunks: str, share: float, dp: int, pp: int, corpora: i
         cost = CostModel(window * float(dice.choice([0.3, 1, 4])), 0.5, window * float(dice.choice([0, 0.1])))
         windows = int(dice.integers(1, 9))
         packer = make_packer(PackingJob(config, cost, window=window, micro_batches=windows, dp=dp, pp=pp))
-        planner = Planner(Repeated(lengths_of(dice, window)), packer, global_tokens=windows * dp * window)
+        planner = repeating_planner(lengths_of(dice, window), packer, windows * dp * window)
         for plan in islice(iter(planner.next_iteration, None), ITERATIONS):
             total.update(repr(plan).encode())
     return total.hexdigest()[:16]

@@ -35,10 +35,10 @@ def no_job_before() -> None:
 def quick_thresholds(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests that let thresholds be found or settings searched, which takes longest, and test something else."""
     from wlb_megatron.analyze import analyze_command
-    from wlb_megatron.packing.varlen import thresholds
+    from wlb_megatron.packing import sample_choices
 
     monkeypatch.setattr(analyze_command, "SEARCH", "none")
-    monkeypatch.setattr(thresholds, "ITERATIONS", 16)
+    monkeypatch.setattr(sample_choices, "ITERATIONS", 16)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from wlb_megatron.documents.lengths import long_tailed
 from wlb_megatron.packing.factory import make_packer
 from wlb_megatron.packing.packer import Packer, PackingJob
 from wlb_megatron.packing.planner import Planner
-from wlb_megatron.packing.varlen.outlier_queues import Item
+from wlb_megatron.packing.varlen.items import Item
 from wlb_megatron.plan import IterationPlan, Piece
 from wlb_megatron.registry import PACKERS
 from wlb_megatron.workload.cost_model import UNITS_PER_TOKEN, CostModel

@@ -512,14 +512,14 @@ def test_numpy_alone_is_enough_without_pictures_and_pictures_ask_for_matplotlib(
 
 def test_a_choice_of_chunks_that_is_not_the_fastest_names_the_trade(tmp_path, reported, monkeypatch):
     """Whichever is chosen: if the other is faster by token in the same simulation, a line says so, and its price."""
-    from wlb_megatron.packing import choose_chunks
+    from wlb_megatron.packing import sample_choices
 
     np.save(tmp_path / "lengths.npy", 256 * some_lengths(600))
     job = f"analyze --no-split --lengths {tmp_path / 'lengths.npy'} --window 16384 --micro-batches 4"
     job += " --cp 2 --pp 4 --dp 2 --iterations 6 --warm-up 4 --model 550M"
     reports = {}
     for alike, chunks in ((9.0, "on"), (0.0, "off")):  # always in chunks, always whole
-        monkeypatch.setattr(choose_chunks, "ALIKE", alike)
+        monkeypatch.setattr(sample_choices, "ALIKE", alike)
         for flags in ("", f" --chunks {chunks}"):
             reports[chunks, bool(flags)] = reported(f"{job}{flags}")
     speeds = {chunks: reports[chunks, True]["predicted_speedup"] for chunks in ("on", "off")}

@@ -33,7 +33,7 @@ from scripts.bench.training.peer_documents import (
 from scripts.megatron_job import Losses
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.corpus import Rules
-from wlb_megatron.documents.indexed import Kept, MaskedCorpus
+from wlb_megatron.documents.indexed import MaskedCorpus
 from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.packing.packer import Batch, PackingJob
 from wlb_megatron.plan import Piece
@@ -368,7 +368,7 @@ def test_conversations_for_peers_lie_in_the_packs_of_first_fit_and_are_counted_b
     assert kinds[0] == 0 and 0.19 < kinds.mean() < 0.81
     items = write_conversations(tmp_path / "c", np.array([16, 40, 90, 128]), 128, 10)
     assert all(np.sum(-(-items.lengths[items.packs == pack] // 4) * 4) <= 128 for pack in range(10))
-    corpus = MaskedCorpus(tmp_path / "c", Kept(128, "drop"))
+    corpus = MaskedCorpus(tmp_path / "c", Rules(128, "drop"))
     order = np.load(tmp_path / "c.order.npy")
     assert corpus.index.lengths[order].tolist() == items.lengths.tolist()
     assert corpus.counts[order].tolist() == items.targets.tolist() and items.targets.all()

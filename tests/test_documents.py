@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from wlb_megatron.documents import corpus as corpus_module
+from wlb_megatron.documents import stream as stream_module
 from wlb_megatron.documents.corpus import Corpus, Rules
 from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.errors import WlbError
@@ -59,7 +59,7 @@ def rules(draw: st.DrawFn) -> Rules:
 @pytest.fixture(autouse=True, params=[3, 4096], ids=["blocks of 3", "whole blocks"])
 def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """How many documents are cut at once must not show."""
-    monkeypatch.setattr(corpus_module, "_BLOCK", request.param)
+    monkeypatch.setattr(stream_module, "_BLOCK", request.param)
 
 
 any_blend = settings(

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from test_documents_indexed import write_index
 
 from wlb_megatron.documents.blend import SPLITS, Blend, parse_blend, split_bounds
-from wlb_megatron.documents.corpus import END, START, Corpus, CorpusWalk, Rules
+from wlb_megatron.documents.corpus import Corpus, Rules
 from wlb_megatron.documents.lengths import pieces_of, sample_lengths
-from wlb_megatron.documents.stream import DocumentStream, epochs
+from wlb_megatron.documents.stream import END, START, CorpusWalk, DocumentStream, epochs
 from wlb_megatron.errors import WlbError
 
 

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from packing_oracle import COST
 
 from wlb_megatron.config import WlbConfig
-from wlb_megatron.documents import corpus as corpus_module
-from wlb_megatron.documents.corpus import Rules
-from wlb_megatron.documents.piece_order import MOST_STORED, epoch_order, permuted
+from wlb_megatron.documents import stream as stream_module
+from wlb_megatron.documents.corpus import MOST_STORED, EpochOrder, Rules, permuted
 from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.factory import make_packer
@@ -49,7 +48,7 @@ def test_computed_places_are_distinct_and_within_any_count(count, seed, data):
 
 
 def test_a_stretch_is_the_same_wherever_it_begins() -> None:
-    order = epoch_order(LARGE, [7, 0, 0])
+    order = EpochOrder(LARGE, [7, 0, 0])
     whole = order(0, LARGE + 10)
     assert sorted(whole.tolist()) == list(range(LARGE))
     for begin, end in ((0, 1), (5, 4101), (LARGE - 3, LARGE + 4096), (LARGE, LARGE + 4096)):
@@ -58,16 +57,16 @@ def test_a_stretch_is_the_same_wherever_it_begins() -> None:
 
 def test_orders_are_the_same_for_ever_and_each_seed_epoch_and_corpus_has_its_own():
     """Frozen: a change breaks every resume. The first is stored and sorted, the second computed."""
-    assert epoch_order(10, [1234, 0, 0])(0, 10).tolist() == [5, 6, 3, 9, 7, 4, 1, 2, 8, 0]
+    assert EpochOrder(10, [1234, 0, 0])(0, 10).tolist() == [5, 6, 3, 9, 7, 4, 1, 2, 8, 0]
     frozen = [811039086, 83283207, 617736726, 332625753, 992927886]
-    assert epoch_order(10**9, [1234, 0, 0])(0, 5).tolist() == frozen
+    assert EpochOrder(10**9, [1234, 0, 0])(0, 5).tolist() == frozen
     seeds = [1, 0, 0], [2, 0, 0], [1, 1, 0], [1, 0, 1]
-    assert len({tuple(epoch_order(LARGE, seed)(0, 8)) for seed in seeds}) == 4
+    assert len({tuple(EpochOrder(LARGE, seed)(0, 8)) for seed in seeds}) == 4
 
 
 def test_a_computed_order_looks_drawn() -> None:
     """Against what draws would give: bounds at five standard deviations, on frozen seeds."""
-    order = epoch_order(LARGE, [3, 0, 0])(0, LARGE) / LARGE
+    order = EpochOrder(LARGE, [3, 0, 0])(0, LARGE) / LARGE
     assert abs(np.corrcoef(order, np.arange(LARGE))[0, 1]) < 5 / LARGE**0.5
     assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 5 / LARGE**0.5
     # Where 64 documents land in 3,000 orders: 128 cells of 1,500 each.
@@ -97,7 +96,7 @@ def books_among_articles() -> np.ndarray:
     return np.concatenate((articles, [100 * WINDOW] * 10))
 
 
-def stream_of(lengths: Any, version: int = corpus_module.VERSION, window: int = WINDOW) -> DocumentStream:
+def stream_of(lengths: Any, version: int = stream_module.VERSION, window: int = WINDOW) -> DocumentStream:
     """version: of the state that it goes on from, at the start of the first epoch."""
     stream = DocumentStream.of_lengths(lengths, Rules(window, seed=1, endless=True))
     stream.load_state(stream.state() | {"version": version})
@@ -175,9 +174,9 @@ def test_pieces_of_a_few_books_take_turns_in_an_order_that_is_the_same_for_ever(
 @pytest.mark.parametrize("block", [3, 4096])
 def test_a_state_of_before_goes_on_with_a_documents_pieces_after_each_other(block, monkeypatch):
     """From the middle of a book, whose state tells the tokens that are out; and is saved as it was."""
-    monkeypatch.setattr(corpus_module, "_BLOCK", block)
+    monkeypatch.setattr(stream_module, "_BLOCK", block)
     lengths = [7, 3 * WINDOW, 0, 20, 2 * WINDOW + 1, 9]
-    order = epoch_order(6, [1, 0, 0])(0, 6).tolist()
+    order = EpochOrder(6, [1, 0, 0])(0, 6).tolist()
     expected = [
         Piece(0, document, at, min(at + WINDOW, lengths[document]))
         for document in order
@@ -204,7 +203,7 @@ def test_a_state_of_before_goes_on_with_a_documents_pieces_after_each_other(bloc
 def test_the_place_of_a_document_is_where_the_order_has_it(count, seed, data):
     begin = data.draw(st.integers(0, count - 1))
     for seeds in ([seed, 0, 0], None):
-        order = epoch_order(count, seeds)
+        order = EpochOrder(count, seeds)
         documents = order(begin, begin + 500)
         assert order.places(documents).tolist() == list(range(begin, begin + len(documents)))
 

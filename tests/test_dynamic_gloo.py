@@ -24,8 +24,7 @@ from wlb_megatron.attention.kernels.torch_backend import TorchKernels
 from wlb_megatron.attention.sharded_attention import sharded_attention
 from wlb_megatron.documents.corpus import Rules
 from wlb_megatron.documents.stream import DocumentStream
-from wlb_megatron.dynamic.cost import group_cost
-from wlb_megatron.dynamic.plan import Stage
+from wlb_megatron.dynamic.plan import Stage, group_cost
 from wlb_megatron.dynamic.plan_step import Outcome, plan_step
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.sharding.attention_calls import attention_layout

@@ -17,19 +17,19 @@ from random_groups import random_plan
 from scripts.lengths import code_like, paper_like, web_like
 from wlb_megatron import child
 from wlb_megatron.documents.lengths import pieces_of
-from wlb_megatron.dynamic.cost import GroupCost, group_cost
-from wlb_megatron.dynamic.exact import bucket
-from wlb_megatron.dynamic.placement import Problem, problem_of
+from wlb_megatron.dynamic.placement import Problem
 from wlb_megatron.dynamic.plan import (
     MOST_GROUPS,
     Group,
+    GroupCost,
     Stage,
     StepPlan,
     block_sizes,
     finish_times,
+    group_cost,
     in_multiples,
 )
-from wlb_megatron.dynamic.plan_step import FIXED, LATE, plan_step, predicted_time
+from wlb_megatron.dynamic.plan_step import FIXED, LATE, bucket, plan_step, predicted_time
 from wlb_megatron.plugin.plans.dynamic import GroupPlanner
 from wlb_megatron.workload.assumptions import Assumptions
 from wlb_megatron.workload.kernel_table import h100
@@ -50,7 +50,7 @@ def cost_of(stage: Stage) -> GroupCost:
 
 def problem(tokens: list[int], stage: Stage, step_ns: int = 300_000) -> Problem:
     cost = cost_of(stage)
-    return problem_of(tokens, cost.prices(tokens), cost.opening(), step_ns, stage)
+    return Problem(stage, list(tokens), cost.prices(tokens).tolist(), cost.opening(), step_ns)
 
 
 @settings(deadline=None, max_examples=60)

@@ -21,8 +21,7 @@ from test_documents_indexed import write_index
 from test_profile_fit import GPU, made_samples
 from training_jobs import training_job
 
-from wlb_megatron.dynamic.cost import group_cost, token_ns
-from wlb_megatron.dynamic.plan import Group, StepPlan, block_sizes
+from wlb_megatron.dynamic.plan import Group, StepPlan, block_sizes, group_cost, token_ns
 from wlb_megatron.pipeline.orders import links_of
 from wlb_megatron.plan import IterationPlan, MicroBatch, Piece
 from wlb_megatron.plugin.flags.limits import complete, fit_to_memory, recompute_memory

@@ -21,13 +21,12 @@ from packing_oracle import (
 from scripts.lengths import KINDS, lognormal, paper_like
 from scripts.reproduce.solver import solve
 from wlb_megatron.documents.lengths import pieces_of
+from wlb_megatron.packing import sample_choices
 from wlb_megatron.packing.packer import Grid, Ranks
 from wlb_megatron.packing.planner import Planner
-from wlb_megatron.packing.varlen import thresholds
+from wlb_megatron.packing.sample_choices import DELAY_BOUND, find_thresholds
 from wlb_megatron.packing.varlen.arrange import assign_ranks, in_given_order
-from wlb_megatron.packing.varlen.bins import Bins, improve_bins
-from wlb_megatron.packing.varlen.outlier_queues import Item, Limits, by_falling_work
-from wlb_megatron.packing.varlen.thresholds import DELAY_BOUND, find_thresholds
+from wlb_megatron.packing.varlen.items import Bins, Item, Limits, by_falling_work, improve_bins
 from wlb_megatron.packing.varlen.varlen_packer import VarlenPacker
 from wlb_megatron.plan import IterationPlan, MicroBatch, Piece
 from wlb_megatron.workload.cost_model import CostModel
@@ -183,16 +182,16 @@ def test_documents_of_a_level_train_in_the_order_in_which_they_came():
 
 
 def test_thresholds_keep_the_bound_on_delay_and_are_those_of_two_ranks_for_thousands(monkeypatch):
-    monkeypatch.setattr(thresholds, "ITERATIONS", 48)
+    monkeypatch.setattr(sample_choices, "ITERATIONS", 48)
     limits = Limits(bins=4, window=WINDOW, capacity=WINDOW * 3 // 2, max_documents=4096, max_delay=16)
     chosen = find_thresholds(paper_like(30_000, seed=5).tolist(), COST, limits)
     assert chosen.delay <= DELAY_BOUND
     assert chosen.thresholds and chosen.slowdown < 1.08
     assert not find_thresholds([100] * 500, CostModel(1e9), limits).delay
-    monkeypatch.setattr(thresholds, "ITERATIONS", 16)
+    monkeypatch.setattr(sample_choices, "ITERATIONS", 16)
     sample = paper_like(3_000, seed=5).tolist()
 
-    def found(dp: int) -> thresholds.Trial:
+    def found(dp: int) -> sample_choices.Trial:
         limits = Limits(4 * dp, WINDOW, capacity=WINDOW * 3 // 2, max_documents=4096, max_delay=16)
         return find_thresholds(sample, COST, limits, Ranks(dp, pp=8), per_window=None)
 

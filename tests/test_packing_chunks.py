@@ -35,7 +35,7 @@ from wlb_megatron.packing.factory import plan_job
 from wlb_megatron.packing.packer import PackingJob, read_per_window
 from wlb_megatron.packing.summary import Summariser
 from wlb_megatron.packing.varlen import arrange
-from wlb_megatron.packing.varlen.outlier_queues import Item
+from wlb_megatron.packing.varlen.items import Item
 from wlb_megatron.packing.varlen.varlen_packer import VarlenPacker
 from wlb_megatron.pipeline.orders import documents_in_chunks, grouped_orders, groups, in_flight
 from wlb_megatron.pipeline.step_law import FACTORS, StepLaw, most_held

@@ -23,9 +23,7 @@ from scripts.lengths import lognormal, paper_like
 from wlb_megatron.documents.corpus import Rules
 from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.packing.packer import Waiting, decode, decode_windows, encode, encode_windows
-from wlb_megatron.packing.varlen.bins import Bins
-from wlb_megatron.packing.varlen.outlier_queues import Item
-from wlb_megatron.packing.varlen.thresholds import Repeated
+from wlb_megatron.packing.varlen.items import Bins, Item
 from wlb_megatron.plan import Piece
 from wlb_megatron.registry import PACKERS
 from wlb_megatron.sharding.alignment import padding
@@ -248,7 +246,7 @@ def warnings_and_share(lengths: list[int], window: int, **settings: Any) -> tupl
     lines: list[str] = []
     job = {"window": window, "micro_batches": 4, "cost": CostModel(window * 0.7), "sample": lengths}
     job |= {"chunks": "off", "micro_batches_per_window": "auto", "say": lines.append} | settings
-    planner = make_planner(Repeated(np.array(lengths)), **job)
+    planner = make_planner(lengths, endless=True, **job)
     for _ in range(40):
         planner.next_iteration()
     return [line for line in lines if line.startswith("WARNING")], planner.trained / (40 * 4 * window)

@@ -14,9 +14,9 @@ from packing_oracle import QUICK_PACKINGS, packer_of, trained
 from wlb_megatron.config import OVERLONG, WlbConfig
 from wlb_megatron.documents.corpus import Corpus, Rules
 from wlb_megatron.documents.stream import DocumentStream
+from wlb_megatron.packing import sample_choices
 from wlb_megatron.packing.packer import PackingJob
 from wlb_megatron.packing.planner import BatchSchedule, Planner
-from wlb_megatron.packing.varlen import thresholds
 from wlb_megatron.packing.varlen.varlen_packer import lmax
 from wlb_megatron.plan import IterationPlan, Piece
 from wlb_megatron.registry import PACKERS
@@ -271,7 +271,7 @@ def test_a_run_stopped_anywhere_and_resumed_at_any_layout_trains_what_the_uninte
 
 @pytest.mark.parametrize("seed", [1, 3, 4])
 def test_so_does_one_whose_thresholds_were_learnt_from_a_sample_that_the_resumed_one_lacks(seed, monkeypatch):
-    monkeypatch.setattr(thresholds, "ITERATIONS", 24)  # finding them takes longest
+    monkeypatch.setattr(sample_choices, "ITERATIONS", 24)  # finding them takes longest
     rng = np.random.default_rng([2028, seed])
     lengths = np.where(rng.random(300) < 0.1, rng.integers(100, 513, 300), rng.integers(1, 60, 300))
     rules = Rules(window=512, seed=seed, endless=True)

@@ -11,9 +11,8 @@ from training_jobs import training_job
 
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
-from wlb_megatron.packing.choose_chunks import Trainer
 from wlb_megatron.packing.chunk_packer import held
-from wlb_megatron.packing.memory_limits import describe_memory, no_memory_for_chunks
+from wlb_megatron.packing.limits import Trainer, describe_memory, no_memory_for_chunks
 from wlb_megatron.pipeline.step_law import StepLaw
 from wlb_megatron.plugin.flags.limits import (
     adoptable_tokens,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wlb_megatron.packing.memory_limits import GpuMemory
+from wlb_megatron.packing.limits import GpuMemory
 from wlb_megatron.pipeline.kept_layers import KeptLayers, Load
 from wlb_megatron.pipeline.step_law import StageRoom, StepLaw, most_held
 from wlb_megatron.refusals import RefusedHere

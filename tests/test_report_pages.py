@@ -19,7 +19,7 @@ from scripts.reproduce.__main__ import main, whole_folder
 from scripts.reproduce.page import Section, as_markdown
 from scripts.reproduce.sensitivity import summarize
 from wlb_megatron.errors import WlbError
-from wlb_megatron.packing.varlen import thresholds
+from wlb_megatron.packing import sample_choices
 from wlb_megatron.pipeline.schedule import pipeline_events
 from wlb_megatron.report.timeline import Drawn, _letters, chrome_trace, draw_timelines
 from wlb_megatron.whole_files import _is_stream, whole_file, write_whole
@@ -36,7 +36,7 @@ def out(tmp_path_factory):
         patch.setattr(paper, "LARGE_JOB", paper.CONFIGURATIONS[0])
         patch.setattr(paper, "BREAKDOWN_OF", paper.CONFIGURATIONS[1])
         patch.setattr(paper, "SHARDING_OF", paper.CONFIGURATIONS[1])
-        patch.setattr(thresholds, "ITERATIONS", 4)  # finding them takes longest
+        patch.setattr(sample_choices, "ITERATIONS", 4)  # finding them takes longest
         patch.setattr(tables, "vary", lambda inputs, rows, tick, row: [summarize("as assumed", rows)])
         with contextlib.redirect_stderr(io.StringIO()) as errors:
             assert main(["--iterations", "4", "--out", str(folder)]) == 0
@@ -48,8 +48,8 @@ STOPPED = """
 import sys
 from scripts.reproduce import tables
 from scripts.reproduce.__main__ import main, whole_folder
-from wlb_megatron.packing.varlen import thresholds
-thresholds.ITERATIONS = 4
+from wlb_megatron.packing import sample_choices
+sample_choices.ITERATIONS = 4
 compare, done = tables.compare_schemes, []
 def counted(inputs, setting):
     if done:

@@ -11,11 +11,11 @@ from megatron_runs import rewrite_corpus
 
 from wlb_megatron.documents.blend import Blend, predictions_in
 from wlb_megatron.documents.corpus import Rules
-from wlb_megatron.documents.indexed import Kept, MaskedCorpus
+from wlb_megatron.documents.indexed import MaskedCorpus
 from wlb_megatron.errors import WlbError
 from wlb_megatron.plan import Piece
 
-DROP = Kept(8, "drop")
+DROP = Rules(8, "drop")
 
 
 def written(folder: Path, masks: list[list[int]]) -> Path:
@@ -61,7 +61,7 @@ def test_targets_are_counted_as_one_would_by_hand(tmp_path_factory, rows, furthe
 @given(masks, st.integers(1, 9))
 def test_a_truncated_document_keeps_the_window_with_the_most_targets(tmp_path_factory, rows, window):
     path = written(tmp_path_factory.mktemp("c"), rows)
-    corpus = MaskedCorpus(path, Kept(window, "truncate"))
+    corpus = MaskedCorpus(path, Rules(window, "truncate"))
     for document, mask in enumerate(rows):
         starts = range(max(1, len(mask) - window + 1))
         windows = [sum(mask[start + 1 : start + window + 1]) for start in starts]
@@ -81,7 +81,7 @@ def test_a_truncated_document_keeps_the_window_with_the_most_targets(tmp_path_fa
 
 def test_eight_targets_in_twenty_two_tokens_fit_a_window_of_twenty_one(tmp_path):
     """Stock writes padding over the last label and trains seven."""
-    corpus = MaskedCorpus(written(tmp_path, [[0] * 14 + [1] * 8]), Kept(21, "truncate"))
+    corpus = MaskedCorpus(written(tmp_path, [[0] * 14 + [1] * 8]), Rules(21, "truncate"))
     assert corpus.counts.tolist() == [8]
     assert corpus.index.lengths.tolist() == [22]  # the 22nd is what the 21st predicts
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wlb_megatron.errors import WlbError
-from wlb_megatron.packing.memory_limits import GpuMemory
+from wlb_megatron.packing.limits import GpuMemory
 from wlb_megatron.workload.memory import (
     GIB,
     attended_bytes,

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from wlb_megatron.config import WlbConfig
-from wlb_megatron.packing.choose_chunks import Trainer
+from wlb_megatron.packing.limits import Trainer
 from wlb_megatron.plugin.flags.training_job import TrainingJob, trainer_of
 
 VALIDATED: dict[str, Any] = {

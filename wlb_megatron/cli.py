@@ -30,7 +30,7 @@ from wlb_megatron.arguments import (
 )
 from wlb_megatron.config import whole
 from wlb_megatron.doctor.doctor_command import add_doctor
-from wlb_megatron.documents.blocks import Lengths
+from wlb_megatron.documents.corpus import Lengths
 from wlb_megatron.documents.lengths import read_lengths
 from wlb_megatron.errors import PREFIX, WlbError
 from wlb_megatron.inspect_plans import inspect_plans

@@ -8,14 +8,13 @@ from itertools import islice
 from typing import Any
 
 from wlb_megatron.config import WlbConfig
-from wlb_megatron.documents.blocks import Lengths
-from wlb_megatron.documents.corpus import Rules
+from wlb_megatron.documents.corpus import Lengths, Rules
 from wlb_megatron.documents.lengths import longest_whole, sample_lengths
 from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.errors import WlbError, explain_bad_values
-from wlb_megatron.packing.choose_chunks import holds_whole
 from wlb_megatron.packing.chunk_packer import ChunkPacker
 from wlb_megatron.packing.factory import nothing_predicted, plan_job
+from wlb_megatron.packing.limits import holds_whole
 from wlb_megatron.packing.packer import PackingJob
 from wlb_megatron.packing.varlen.varlen_packer import lmax
 from wlb_megatron.plan import IterationPlan, Piece

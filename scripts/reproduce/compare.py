@@ -12,7 +12,7 @@ import numpy.typing as npt
 from scripts.reproduce import paper
 from scripts.reproduce.paper import Setting
 from scripts.reproduce.schemes import plan_run, shard_run
-from wlb_megatron.documents.blocks import Lengths
+from wlb_megatron.documents.corpus import Lengths
 from wlb_megatron.documents.lengths import long_tailed
 from wlb_megatron.pipeline.orders import grouped_orders, in_flight
 from wlb_megatron.plan import IterationPlan

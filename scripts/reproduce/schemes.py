@@ -10,14 +10,13 @@ from itertools import islice
 from scripts.reproduce.paper import Setting
 from scripts.reproduce.solver import FixedSolverPacker
 from wlb_megatron.config import WlbConfig
-from wlb_megatron.documents.blocks import Lengths
-from wlb_megatron.documents.corpus import Rules
+from wlb_megatron.documents.corpus import Lengths, Rules
 from wlb_megatron.documents.lengths import sample_lengths
 from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.packing.factory import plan_job
 from wlb_megatron.packing.packer import PackingJob, Ranks
 from wlb_megatron.packing.planner import Planner
-from wlb_megatron.packing.varlen.outlier_queues import Limits
+from wlb_megatron.packing.varlen.items import Limits
 from wlb_megatron.packing.varlen.varlen_packer import VarlenPacker, lmax
 from wlb_megatron.plan import IterationPlan
 from wlb_megatron.sharding.alignment import multiple, padded
@@ -35,7 +34,7 @@ QUEUES = {1: (1 / 2,), 2: (3 / 8, 11 / 16), 3: (3 / 8, 11 / 16, 7 / 8)}
 UNBOUNDED = 1_000_000
 """The paper bounds no document's delay (iterations)."""
 
-SOLVER_SECONDS = 0.2
+SOLVER_SECONDS = 0.05
 """Of the exact solver, for one plan, in its deterministic time."""
 
 

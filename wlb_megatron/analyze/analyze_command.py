@@ -12,7 +12,7 @@ from wlb_megatron.analyze.pictures import draw_all, need_matplotlib
 from wlb_megatron.analyze.search import settings_tried
 from wlb_megatron.arguments import add_setting
 from wlb_megatron.config import WlbConfig
-from wlb_megatron.documents.blocks import Lengths
+from wlb_megatron.documents.corpus import Lengths
 from wlb_megatron.errors import WlbError
 from wlb_megatron.pipeline.kept_layers import recomputed_array
 from wlb_megatron.pipeline.orders import documents_in_chunks

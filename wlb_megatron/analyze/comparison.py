@@ -18,7 +18,7 @@ from wlb_megatron.analyze.measure import Measured, measure
 from wlb_megatron.analyze.recomputation import Recomputed, by_recomputation
 from wlb_megatron.analyze.search import Found, Outcome, Searched, outcome_of, ranked, search, side_by_side
 from wlb_megatron.config import WlbConfig
-from wlb_megatron.documents.blocks import Lengths
+from wlb_megatron.documents.corpus import Lengths
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.carry import weighs_equally
 from wlb_megatron.packing.chunk_packer import ChunkPacker

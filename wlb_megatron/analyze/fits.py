@@ -1,4 +1,4 @@
-"""Which micro-batch and window fit a GPU's memory, counted as training counts them (packing/memory_limits.py)."""
+"""Which micro-batch and window fit a GPU's memory, counted as training counts them (packing/limits.py)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from wlb_megatron.config import WlbConfig
-from wlb_megatron.packing.memory_limits import MARGIN, GpuMemory
+from wlb_megatron.packing.limits import MARGIN, GpuMemory
 from wlb_megatron.workload.memory import GIB, LEAST, memory_needed
 
 MOST = 1 << 26

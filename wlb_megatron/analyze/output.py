@@ -11,7 +11,7 @@ from wlb_megatron.analyze.measure import Measured, spread
 from wlb_megatron.analyze.recomputation import Recomputed
 from wlb_megatron.analyze.search import Found, Searched
 from wlb_megatron.arguments import flags_of, renamed
-from wlb_megatron.documents.blocks import blocks
+from wlb_megatron.documents.corpus import blocks
 from wlb_megatron.report.terminal import print_table
 from wlb_megatron.workload.memory import GIB
 

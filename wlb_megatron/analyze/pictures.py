@@ -10,7 +10,7 @@ import numpy as np
 
 from wlb_megatron.analyze.comparison import Analysis
 from wlb_megatron.analyze.measure import Measured
-from wlb_megatron.documents.blocks import Lengths, blocks
+from wlb_megatron.documents.corpus import Lengths, blocks
 from wlb_megatron.errors import WlbError, install
 from wlb_megatron.pipeline.kept_layers import recomputed_array
 from wlb_megatron.plan import IterationPlan, MicroBatch

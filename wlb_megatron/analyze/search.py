@@ -26,9 +26,9 @@ from wlb_megatron.analyze.candidates import (
 )
 from wlb_megatron.analyze.measure import waiting
 from wlb_megatron.config import WlbConfig
-from wlb_megatron.documents.blocks import Lengths
+from wlb_megatron.documents.corpus import Lengths
 from wlb_megatron.errors import WlbError
-from wlb_megatron.packing.memory_limits import lmax as usual_lmax
+from wlb_megatron.packing.limits import lmax as usual_lmax
 from wlb_megatron.simulator.iteration import Simulated
 from wlb_megatron.simulator.job import Job, Run
 from wlb_megatron.workload.memory import Layout

@@ -11,9 +11,8 @@ from itertools import accumulate, pairwise
 import numpy as np
 import numpy.typing as npt
 
-from wlb_megatron.documents.blocks import Lengths
-from wlb_megatron.documents.corpus import Corpus, Rules
-from wlb_megatron.documents.indexed import IndexedCorpus, Kept, MaskedCorpus
+from wlb_megatron.documents.corpus import Corpus, Lengths, Rules
+from wlb_megatron.documents.indexed import IndexedCorpus, MaskedCorpus
 from wlb_megatron.errors import WlbError
 from wlb_megatron.plan import Piece
 
@@ -82,7 +81,7 @@ class Blend:
         paths: Sequence[str],
         weights: Sequence[float] | None = None,
         trusted: Callable[[str], bool] | None = None,
-        masks: Kept | None = None,
+        masks: Rules | None = None,
     ) -> None:
         """weights: one per path, as `parse_blend` gives them; None: each corpus in proportion to its tokens. trusted:
         whether another process checks a path's index; None: none does. masks: each has a mask of its trained tokens."""

@@ -1,39 +1,38 @@
-"""Goes through one corpus document by document: an epoch's order, over-long documents cut, empty ones dropped."""
+"""A corpus, the rules by which it becomes pieces, and their order in an epoch.
+
+Shuffled documents come at their places, the pieces of a long one spread over the epoch. If the pieces of a book
+followed one another, they would fill whole iterations. With N documents, the document at place p with m pieces puts
+piece j at (p + j * N) / m. So its pieces are evenly spaced and in order, and a whole document is at p. With 4
+documents, the one at place 1 with 3 pieces puts them at 1/3, 5/3 and 9/3.
+
+A run may go on in the middle of an epoch with another window (packing/carry.py). What is left of a document then comes
+in pieces of the new window, spread over the rest of the epoch, so that each token still trains once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from wlb_megatron.documents.blocks import Lengths, blocks
-from wlb_megatron.documents.piece_order import EarlierWindow, PieceOrder
 from wlb_megatron.errors import WlbError
 
 IntArray = npt.NDArray[np.int64]
 
-EPOCH, DOCUMENT, START, END, CURSOR, RESUME, TOKENS, EMPTY, OVERLONG_COUNT, LOST = range(10)
-"""Columns of a walk's rows: the piece (first four), then the walk's place and counts once it is taken."""
+Lengths = npt.NDArray[np.integer[Any]]
+"""Tokens of documents, of any integer dtype (an index's are int32, mapped from its file). Compute with int64 copies."""
 
-VERSION = 3
-"""Version of a stream's state, and of the order in which its run continues. 2, of release 0.1.0: the
-pieces of a split document followed one another."""
+SIZE = 1 << 20
 
-STATE = {
-    "epoch": EPOCH,
-    "cursor": CURSOR,
-    "resume": RESUME,
-    "tokens": TOKENS,
-    "empty": EMPTY,
-    "overlong": OVERLONG_COUNT,
-    "lost_tokens": LOST,
-}
-"""A walk's state by column: places passed in this epoch, pieces already out of the next one, running counts. (Where a
-document's pieces come after each other: the tokens that are out of them.)"""
 
-_BLOCK = 4096
+def blocks(array: npt.NDArray[Any], size: int = SIZE) -> Iterator[npt.NDArray[np.int64]]:
+    """Consecutive int64 copies of `size` entries, the last one shorter: an array mapped from a file is never copied
+    whole."""
+    for begin in range(0, len(array), size):
+        yield array[begin : begin + size].astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -109,118 +108,236 @@ class Rules:
         return any(((block > 1) & (self.kept(block) > 0)).any() for block in blocks(lengths))
 
 
-class CorpusWalk:
-    """Goes through a corpus by the rules, a block of pieces at a time. `position`: the corpus's in the blend."""
+MOST_STORED = 2**17
+"""The largest corpus, in documents, whose order is stored (1 MB). Changing it changes orders: see stream.VERSION."""
 
-    def __init__(self, corpus: Corpus, rules: Rules, position: int) -> None:
-        if not any(rules.kept(lengths).any() for lengths in blocks(corpus.lengths)):
+_ROUNDS = 8
+
+
+class EpochOrder:
+    """`order(begin, end)`: documents at places [begin, end) of an epoch, int64[min(end, count) - begin].
+
+    A stored order of 1e9 documents is 8 GB. Every rank of a node would hold it, after minutes of sorting. So a large
+    corpus uses a keyed permutation, which computes any stretch of the order from its places alone, without a table.
+    Both kinds use raw 64-bit draws, whose stream numpy keeps the same from version to version.
+    """
+
+    def __init__(self, count: int, seeds: Sequence[int] | None) -> None:
+        """The order of `count` documents by seeds; None: in file order."""
+        self._count = count
+        self._stored: IntArray | None = None  # the document of each place
+        self._keys: npt.NDArray[np.uint64] | None = None  # of a permutation, see `permuted`
+        if seeds is None:
+            return
+        draws = np.random.PCG64(np.random.SeedSequence(seeds))
+        if count <= MOST_STORED:
+            self._stored = np.argsort(draws.random_raw(count), kind="stable")
+        else:
+            self._keys = draws.random_raw(_ROUNDS)
+
+    def __call__(self, begin: int, end: int) -> IntArray:
+        places = np.arange(begin, min(end, self._count))
+        if self._stored is not None:
+            return self._stored[begin:end]
+        return places if self._keys is None else permuted(places, self._count, self._keys)
+
+    def places(self, documents: IntArray) -> IntArray:
+        """The place of each document, int64[n]."""
+        if self._stored is not None:
+            inverse = np.empty(self._count, dtype=np.int64)
+            inverse[self._stored] = np.arange(self._count)
+            return inverse[documents]
+        return documents if self._keys is None else permuted(documents, self._count, self._keys, back=True)
+
+
+def permuted(places: IntArray, count: int, keys: npt.NDArray[np.uint64], *, back: bool = False) -> IntArray:
+    """Where a permutation of [0, count) takes each place; back: the inverse. keys: uint64[even], one per round.
+
+    A Feistel network permutes [0, 2**bits), the smallest power of two of at least `count`. A result of `count` or
+    more goes through it again until it is smaller (cycle walking: less than twice in mean). Example with 5: if 0 goes
+    to 6, and 6 to 3, then 0 goes to 3.
+    """
+    bits = max(2, (count - 1).bit_length())
+    rounds = list(enumerate(keys))[:: -1 if back else 1]
+    images = _network(places.astype(np.uint64), bits, rounds)
+    while len(beyond := np.flatnonzero(images >= count)):
+        images[beyond] = _network(images[beyond], bits, rounds)
+    return images.astype(np.int64)
+
+
+def _network(
+    values: npt.NDArray[np.uint64], bits: int, rounds: Sequence[tuple[int, np.uint64]]
+) -> npt.NDArray[np.uint64]:
+    """Each round XORs a hash of one half of the bits into the other half, which is its own inverse: even rounds the
+    lower half into the upper one. The rounds (number, key) in reverse undo all."""
+    width = np.uint64(bits // 2)
+    masks = [np.uint64((1 << size) - 1) for size in (bits // 2, bits - bits // 2)]
+    halves: list[Any] = [values & masks[0], values >> width]
+    for number, key in rounds:
+        source, target = number % 2, 1 - number % 2
+        halves[target] ^= _hash(halves[source] ^ key) & masks[target]
+    return halves[1] << width | halves[0]
+
+
+def _hash(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """SplitMix64's finalizer (Steele, Lea, Flood, OOPSLA'14): every bit of the input moves every bit of the output."""
+    values = (values ^ values >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ values >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return values ^ values >> np.uint64(31)
+
+
+class Entries(NamedTuple):
+    """int64[n] each: the place that a piece is given out at, its document, and the document's token that it begins at.
+
+    A document that gives nothing (empty or dropped) has one entry, too.
+    """
+
+    place: IntArray
+    document: IntArray
+    start: IntArray
+
+
+class PieceOrder:
+    """A corpus's order of pieces, by epoch. It holds 24 bytes a document above the window, beside the epoch's order."""
+
+    def __init__(self, lengths: Lengths, window: int) -> None:
+        """lengths: tokens of each document; those above the window come in pieces of it."""
+        self._count, self._window, self._lengths = len(lengths), window, lengths
+        self._find_long(window)
+
+    def begin(
+        self,
+        seeds: Sequence[int] | None,
+        *,
+        is_spread: bool = True,
+        earlier_windows: Sequence[EarlierWindow] = (),
+    ) -> None:
+        """Begin an epoch. seeds: see EpochOrder. Unless spread, a document's pieces come after each other.
+        earlier_windows: the windows that the epoch began with, if it is spread."""
+        self._order = EpochOrder(self._count, seeds)
+        least_window = min([self._window, *(window for _, window in earlier_windows)])
+        if least_window != self._least:
+            self._find_long(least_window)
+        self._spread: Spread | None = None
+        if is_spread and len(self._long):
+            lengths, places = self._long_lengths(), self._order.places(self._long)
+            begin, tokens_out = 0, np.broadcast_to(np.int64(0), lengths.shape)
+            if earlier_windows:
+                begin = earlier_windows[-1].end
+                tokens_out = tokens_given(lengths, places, self._count, earlier_windows)
+            self._given = tokens_out
+            self._spread = Spread.of(places, lengths - tokens_out, self._window, begin, self._count)
+
+    def _find_long(self, least_window: int) -> None:
+        """Find the documents above `least_window` tokens, which an epoch gives in pieces."""
+        long_documents = [
+            n * SIZE + np.flatnonzero(block > least_window) for n, block in enumerate(blocks(self._lengths))
+        ]
+        self._least = least_window
+        self._long = np.concatenate([np.empty(0, dtype=np.int64), *long_documents])
+        pieces = -(-self._long_lengths() // self._window)
+        self._total = self._count + int((pieces - 1).sum())
+        if self._count * int(pieces.max(initial=1)) >= 2**62:
             raise WlbError(
-                f"{corpus.name}: no token to train on in {len(corpus.lengths)} documents "
-                f"(window {rules.window}, over-long documents: {rules.overlong}); give another corpus or window"
+                f"window {self._window} cuts a document into more pieces than can be counted; raise it"
             )
-        self._corpus, self._rules, self.position = corpus, rules, position
-        # Only where they are split is a document several pieces.
-        window = rules.window if rules.splits else np.iinfo(np.int64).max
-        self._order = PieceOrder(corpus.lengths, window)
-        self._begun: tuple[object, ...] | None = None  # what the order is of
-        self.place(np.zeros(10, dtype=np.int64), VERSION)
 
-    def place(self, row: IntArray, version: int, earlier_windows: Sequence[EarlierWindow] = ()) -> None:
-        """Go on after this row; only its STATE columns matter. `version` is the state's, see VERSION.
-        `earlier_windows` are those of the row's epoch before this one."""
-        self.row, self._version = row.copy(), version  # where the walk stands
-        self._changed = int(row[EPOCH]), tuple(earlier_windows)
-        self._begin_epoch()
-        self._fill(int(row[CURSOR]), int(row[RESUME]) // self._piece_unit)
+    def _long_lengths(self) -> IntArray:
+        return self._lengths[self._long].astype(np.int64)
 
-    def earlier(self, epoch: int) -> tuple[EarlierWindow, ...]:
-        """The windows with which the epoch began, if the window changed within it."""
-        return self._changed[1] if epoch == self._changed[0] else ()
+    def between(self, begin: int, end: int) -> Entries:
+        """Entries at places [begin, end) of the epoch, in their order."""
+        documents = self._order(begin, end)
+        places = np.arange(begin, begin + len(documents))
+        lengths = self._lengths[documents].astype(np.int64)
+        if self._spread is not None:
+            is_whole = lengths <= self._least
+            return self._merged(
+                self._spread, places[is_whole], documents[is_whole], begin, begin + len(documents)
+            )
+        counts = np.maximum(-(-lengths // self._window), 1)
+        pieces = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        return Entries(np.repeat(places, counts), np.repeat(documents, counts), pieces * self._window)
 
-    def rest_of_place(self) -> IntArray:
-        """int64[k, 10]: takes the pieces left at the place where the walk stands; none where it is between places."""
-        epoch, place, has_more = int(self.row[EPOCH]), int(self.row[CURSOR]), bool(self.row[RESUME])
-        blocks_of_rows = [np.empty((0, 10), dtype=np.int64)]
-        while has_more:
-            rows = self.advance()
-            of_place = rows[:, CURSOR] - (rows[:, RESUME] == 0) == place
-            blocks_of_rows.append(rows[of_place & (rows[:, EPOCH] == epoch)])
-            has_more = 0 < len(blocks_of_rows[-1]) == len(rows)  # a place's last entry may be empty
-        return np.concatenate(blocks_of_rows)
+    def _merged(
+        self, spread_pieces: Spread, places: IntArray, documents: IntArray, begin: int, end: int
+    ) -> Entries:
+        """Whole documents at their places, with the pieces of others that come between places `begin` and `end`."""
+        first, last = spread_pieces.before(begin), spread_pieces.before(end)
+        counts = last - first
+        which = np.repeat(np.arange(len(counts)), counts)
+        pieces = np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts - first, counts)
+        place, remainder = np.divmod(
+            spread_pieces.place[which] + pieces * spread_pieces.width, spread_pieces.pieces[which]
+        )
+        fraction = np.concatenate((np.full(len(places), -1.0), remainder / spread_pieces.pieces[which]))
+        all_places = np.concatenate((places, spread_pieces.begin + place))
+        order = np.lexsort((fraction, all_places))
+        starts = self._given[which] + pieces * self._window
+        return Entries(
+            all_places[order],
+            np.concatenate((documents, self._long[which]))[order],
+            np.concatenate((np.zeros(len(places), dtype=np.int64), starts))[order],
+        )
+
+    def width(self, entries: int) -> int:
+        """Places that hold about so many entries, or as many as there are documents above the window, if that is more:
+        each call of `between` goes through all of those."""
+        return max(1, max(entries, len(self._long)) * self._count // max(self._total, 1))
+
+
+WHOLE = 2**62
+"""Window of a run that gave all of a document at its place."""
+
+
+class EarlierWindow(NamedTuple):
+    """Up to the epoch's place `end`, documents came in pieces of `window` tokens."""
+
+    end: int
+    window: int
+
+
+class Spread(NamedTuple):
+    """How documents' pieces are spread over an epoch's places [begin, end).
+
+    place: int64[n], of each document, below end - begin. pieces: int64[n], how many are left of it. Piece j comes at
+    begin + (place + j * (end - begin)) / pieces.
+    """
+
+    begin: int
+    end: int
+    place: IntArray
+    pieces: IntArray
+
+    @classmethod
+    def of(cls, places: IntArray, tokens_left: IntArray, window: int, begin: int, end: int) -> Spread:
+        """`places` are the documents' in the epoch's order; `tokens_left` is what each has yet to give."""
+        return cls(begin, end, places % max(1, end - begin), -(-tokens_left // window))
 
     @property
-    def finished(self) -> bool:
-        last = self._rules.epochs if self._rules.endless else 1
-        return last is not None and int(self.row[EPOCH]) + 1 >= last and self._epoch_is_out
+    def width(self) -> int:
+        return max(1, self.end - self.begin)
 
-    @property
-    def _epoch_is_out(self) -> bool:
-        return self._taken >= len(self._ahead.place) and self._end >= len(self._corpus.lengths)
+    def before(self, edge: int) -> IntArray:
+        """int64[n]: pieces that come before place `edge`."""
+        return -((self.place - (edge - self.begin) * self.pieces) // self.width)
 
-    def advance(self) -> IntArray:
-        """int64[k, 10]: the next pieces, k >= 1, or k = 0 after the last one of a single pass."""
-        while not self.finished:
-            if self._epoch_is_out:
-                self.row[[EPOCH, CURSOR, RESUME]] = self.row[EPOCH] + 1, 0, 0
-                self._begin_epoch()
-                self._fill(0)
-            elif self._taken >= len(self._ahead.place):
-                self._fill(self._end)
-            else:
-                rows = self._next_rows()
-                if len(rows):
-                    return rows
-        self.row[CURSOR] = len(self._corpus.lengths)
-        return np.empty((0, 10), dtype=np.int64)
 
-    def _begin_epoch(self) -> None:
-        epoch, seed = int(self.row[EPOCH]), self._rules.seed
-        is_spread = self._version >= 3 and seed is not None
-        self._piece_unit = 1 if is_spread else self._rules.window
-        order_key = epoch, self._version, self.position, self.earlier(epoch)
-        if self._begun != order_key:
-            seeds = None if seed is None else [seed, self.position, epoch]
-            earlier_windows = self.earlier(epoch) if is_spread else ()
-            self._order.begin(seeds, is_spread=is_spread, earlier_windows=earlier_windows)
-            self._begun = order_key
+def tokens_given(
+    lengths: IntArray, places: IntArray, count: int, earlier_windows: Sequence[EarlierWindow]
+) -> IntArray:
+    """int64[n]: tokens that the epoch has given of documents of these lengths by the end of the last earlier window.
 
-    def _fill(self, begin: int, out: int = 0) -> None:
-        """Take the epoch's next places, from `begin` on. out: entries of the first one that are given out already."""
-        self._end = min(begin + self._order.width(_BLOCK), len(self._corpus.lengths))
-        self._ahead, self._taken = self._order.between(begin, self._end), out
-
-    def _next_rows(self) -> IntArray:
-        """Rows of the next block of entries; moves the walk behind them.
-
-        Window 4, split, lengths [0, 10, 3], as they stand: (1, 0, 4), (1, 4, 8), (1, 8, 10), (2, 0, 3).
-        """
-        block = slice(self._taken, self._taken + _BLOCK)
-        places = self._ahead.place
-        entries = np.arange(len(places))[block]
-        # A place's entries are all in one stretch.
-        last_of_place = np.append(places[1:] > places[:-1], True)[block]
-        entry_in_place = entries - np.searchsorted(places, places[block])
-        documents = self._ahead.document[block]
-        window, before = self._rules.window, self.row
-        lengths = self._corpus.lengths[documents].astype(np.int64)
-        kept_tokens = self._rules.kept(lengths)
-        start = self._ahead.start[block]
-        # What an earlier window gave may exceed `kept`.
-        end = np.maximum(start, np.minimum(start + window, kept_tokens))
-        ends_document = end >= kept_tokens  # of the document, with this piece
-        rows = np.zeros((len(entries), 10), dtype=np.int64)
-        rows[:, EPOCH] = before[EPOCH]
-        rows[:, DOCUMENT] = self._corpus.first_id + documents
-        rows[:, START], rows[:, END] = start, end
-        rows[:, CURSOR] = places[block] + last_of_place
-        rows[:, RESUME] = np.where(last_of_place, 0, (entry_in_place + 1) * self._piece_unit)
-        for column, amounts in (
-            (TOKENS, end - start),
-            (EMPTY, ends_document & (lengths == 0)),
-            (OVERLONG_COUNT, ends_document & (lengths > window)),
-            (LOST, ends_document * (lengths - kept_tokens)),
-        ):
-            rows[:, column] = before[column] + np.cumsum(amounts)
-        self._taken += len(entries)
-        self.row = rows[-1].copy()
-        return rows[end > start]
+    `places` are the documents' in the epoch's order of `count`. A document that no window so far has cut comes whole
+    at its place.
+    """
+    tokens_out, begin, least_window = np.zeros_like(lengths), 0, WHOLE
+    for end, window in earlier_windows:
+        least_window = min(least_window, window)
+        pieces_of_window = Spread.of(places, lengths - tokens_out, window, begin, count)
+        in_pieces = np.minimum(
+            tokens_out + pieces_of_window.before(end) * np.minimum(window, lengths), lengths
+        )
+        tokens_out = np.where(lengths > least_window, in_pieces, lengths * (places < end))
+        begin = end
+    return tokens_out

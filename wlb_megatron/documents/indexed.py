@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from wlb_megatron.documents.blocks import SIZE, Lengths, blocks
+from wlb_megatron.documents.corpus import SIZE, Lengths, Rules, blocks
 from wlb_megatron.errors import WlbError
 
 MOST_OPEN = 64
@@ -275,14 +275,6 @@ class IndexedCorpus:
 _BLOCK_TOKENS = 1 << 22
 
 
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """What of a long document trains: with overlong "truncate", `window` tokens of it, those with the most targets."""
-
-    window: int
-    overlong: str
-
-
 class MaskedCorpus(IndexedCorpus):
     """A .bin/.idx pair whose documents train only their targets; one without a target has no tokens.
 
@@ -296,12 +288,13 @@ class MaskedCorpus(IndexedCorpus):
     """
 
     def __init__(
-        self, path: str | Path, kept_part: Kept, measured_before: tuple[Any, ...] | None = None
+        self, path: str | Path, rules: Rules, measured_before: tuple[Any, ...] | None = None
     ) -> None:
-        """`measured_before` is a pickled copy's. WlbError as for IndexedCorpus, and where the mask is missing or not
-        one of these tokens."""
+        """`rules` with overlong "truncate": of a long document `window` tokens train, those with the most targets.
+        `measured_before` is a pickled copy's. WlbError as for IndexedCorpus, and where the mask is missing or not one
+        of these tokens."""
         super().__init__(path)
-        self._kept = kept_part
+        self._rules = rules
         self.mask_path = self.index.path.with_suffix(".mask")
         if measured_before is None:
             self._check_mask()
@@ -315,7 +308,7 @@ class MaskedCorpus(IndexedCorpus):
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return MaskedCorpus, (self.index.path, self._kept, self._known)
+        return MaskedCorpus, (self.index.path, self._rules, self._known)
 
     def targets(self, document: int, start: int, end: int) -> npt.NDArray[np.uint8]:
         """uint8[end - start]: 1 for each of tokens [start, end) of a document that is a trained target."""
@@ -364,8 +357,8 @@ class MaskedCorpus(IndexedCorpus):
             first, last = begins[documents] - begins[documents.start], lengths[documents]
             counts[documents] = sums[first + last] - sums[np.minimum(first + 1, first + last)]
         moved = np.zeros(len(self), dtype=np.int64)
-        if self._kept.overlong == "truncate":
-            for document in np.flatnonzero(lengths > self._kept.window).tolist():
+        if self._rules.overlong == "truncate":
+            for document in np.flatnonzero(lengths > self._rules.window).tolist():
                 moved[document], counts[document] = self._fullest(document, int(lengths[document]))
         nothing = counts == 0
         if not (moved.any() or (nothing & (lengths > 0)).any()):
@@ -394,7 +387,7 @@ class MaskedCorpus(IndexedCorpus):
 
         A window [s, s + w) predicts tokens s + 1 to s + w: its last token predicts the one that really follows.
         """
-        window = self._kept.window
+        window = self._rules.window
         sums = np.concatenate(([0], np.cumsum(self.targets(document, 0, length), dtype=np.int64)))
         starts = np.arange(length - window + 1)
         targets = sums[np.minimum(starts + window + 1, length)] - sums[starts + 1]

@@ -11,8 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from wlb_megatron.documents.blocks import Lengths, blocks
-from wlb_megatron.documents.corpus import Corpus, Rules
+from wlb_megatron.documents.corpus import Corpus, Lengths, Rules, blocks
 from wlb_megatron.documents.indexed import read_index
 from wlb_megatron.errors import WlbError
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -31,14 +30,22 @@ class Bin:
 
 @dataclass(frozen=True)
 class Problem:
-    """One iteration's documents: their `tokens`, int64[n], and nanoseconds as in cost.py: `prices`, int64[sizes, n],
-    `opening`, [sizes], and `step_ns` of any micro-step."""
+    """One iteration's documents: their `tokens`, int64[n], and nanoseconds as in plan.GroupCost: `prices`,
+    int64[sizes, n], `opening`, [sizes], and `step_ns` of any micro-step. ValueError if a document fits no group."""
 
     stage: Stage
     tokens: list[int]
     prices: list[list[int]]
     opening: tuple[int, ...]
     step_ns: int
+
+    def __post_init__(self) -> None:
+        longest_tokens = max(self.tokens, default=0)
+        if longest_tokens > max(self.stage.tokens):  # Lmax is at least the window, so none should be
+            raise ValueError(
+                f"a document of {longest_tokens} tokens exceeds Lmax of {max(self.stage.tokens)}: raise "
+                "--wlb-max-tokens"
+            )
 
     @cached_property
     def price_array(self) -> IntArray:
@@ -158,18 +165,6 @@ class Placement:
         return StepPlan(
             stage.ranks, tuple(tuple(sorted(groups, key=lambda g: g.start)) for groups in micro_steps)
         )
-
-
-def problem_of(
-    tokens: Sequence[int], prices: IntArray, opening: tuple[int, ...], step_ns: int, stage: Stage
-) -> Problem:
-    """Raises ValueError where a document fits no group: Lmax is at least the window, so none should."""
-    longest_tokens = max(tokens, default=0)
-    if longest_tokens > max(stage.tokens):
-        raise ValueError(
-            f"a document of {longest_tokens} tokens exceeds Lmax of {max(stage.tokens)}: raise --wlb-max-tokens"
-        )
-    return Problem(stage, list(tokens), prices.tolist(), opening, step_ns)
 
 
 PARTNERS = 3

@@ -91,6 +91,8 @@ def freeze(windows: Sequence[Sequence[Waiting]], count: int, cost: CostModel) ->
 class WindowPacker(Packer):
     """What packers of fixed windows share: a step has a global batch's tokens, so nothing bounds them."""
 
+    name = "original"
+
     def __init__(self, job: PackingJob) -> None:
         self._cost = job.cost
         self._max_documents = self.most_pieces = job.config.max_documents
@@ -98,24 +100,11 @@ class WindowPacker(Packer):
         self.bins = job.bins
         self._ranks = job.ranks
         self.law = job.ranks.law(job.cost)
-
-
-class OriginalPacker(WindowPacker):
-    """Windows filled in arrival order, given to ranks in that order."""
-
-    def __init__(self, job: PackingJob) -> None:
-        super().__init__(job)
-        self._waiting: list[Waiting] = []
+        self._waiting: list[Waiting] = []  # in no window yet
 
     @property
     def waiting(self) -> tuple[Piece, ...]:
         return tuple(item.piece for item in self._waiting)
-
-    def pack(self, iteration: int, arrived: Sequence[Piece], batch: Batch, draining: bool = False) -> Packed:
-        self._waiting += (Waiting(piece, iteration) for piece in arrived)
-        windows, remainder = cut_windows(self._waiting, self._window, batch.bins, self._max_documents)
-        self._waiting, put_back = keep_one_window(remainder, self._window, iteration)
-        return Packed(in_given_order(freeze(windows, batch.bins, self._cost), self._ranks.dp), put_back)
 
     def snapshot(self) -> Callable[[], dict[str, Any]]:
         settings, waiting_pieces = self._settings(), tuple(self._waiting)
@@ -126,11 +115,17 @@ class OriginalPacker(WindowPacker):
         self._waiting = decode(state["waiting"])
 
     def _settings(self) -> dict[str, Any]:
-        return {
-            "packing": "original",
-            "window": self._window,
-            "max_documents": self._max_documents,
-        }
+        return {"packing": self.name, "window": self._window, "max_documents": self._max_documents}
+
+
+class OriginalPacker(WindowPacker):
+    """Windows filled in arrival order, given to ranks in that order."""
+
+    def pack(self, iteration: int, arrived: Sequence[Piece], batch: Batch, draining: bool = False) -> Packed:
+        self._waiting += (Waiting(piece, iteration) for piece in arrived)
+        windows, remainder = cut_windows(self._waiting, self._window, batch.bins, self._max_documents)
+        self._waiting, put_back = keep_one_window(remainder, self._window, iteration)
+        return Packed(in_given_order(freeze(windows, batch.bins, self._cost), self._ranks.dp), put_back)
 
 
 class FixedGreedyPacker(WindowPacker):
@@ -148,26 +143,25 @@ class FixedGreedyPacker(WindowPacker):
     def __init__(self, job: PackingJob) -> None:
         super().__init__(job)
         self.intake_batches = job.config.balance_batches
-        self._remainder: list[Waiting] = []
         self._planned: list[list[Waiting]] = []  # windows of the coming iterations, in order
 
     @property
     def waiting(self) -> tuple[Piece, ...]:
-        items = [item for window in self._planned for item in window] + self._remainder
+        items = [item for window in self._planned for item in window] + self._waiting
         return tuple(item.piece for item in sorted(items, key=lambda item: item.entry))
 
     def pack(self, iteration: int, arrived: Sequence[Piece], batch: Batch, draining: bool = False) -> Packed:
-        self._remainder += (Waiting(piece, iteration) for piece in arrived)
+        self._waiting += (Waiting(piece, iteration) for piece in arrived)
         put_back: tuple[Piece, ...] = ()
         if len(self._planned) < batch.bins:  # none, or the short end of a finite stream
-            self._remainder = [item for window in self._planned for item in window] + self._remainder
+            self._waiting = [item for window in self._planned for item in window] + self._waiting
             put_back = self._plan_windows(iteration, batch)
         now, self._planned = self._planned[: batch.bins], self._planned[batch.bins :]
         return Packed(assign_ranks(freeze(now, batch.bins, self._cost), self._ranks), put_back)
 
     def _plan_windows(self, iteration: int, batch: Batch) -> tuple[Piece, ...]:
         count = batch.bins * max(batch.iterations, 1)  # 0 where a finite stream ended before
-        goods, remainder = cut_windows(self._remainder, self._window, count, self._max_documents)
+        goods, remainder = cut_windows(self._waiting, self._window, count, self._max_documents)
         items = [item for window in goods for item in window]
         filled, left_over = self._fill(items, len(goods), batch.bins)
         # Pieces that are cut again may exceed the windows' limit on documents. Where a finite stream ends there are
@@ -177,7 +171,7 @@ class FixedGreedyPacker(WindowPacker):
                 break
             filled, left_over = self._fill(items, windows, batch.bins)
         remainder, put_back = keep_one_window(remainder, self._window, iteration)
-        self._remainder = left_over + remainder
+        self._waiting = left_over + remainder
         self._planned = self._order(filled, batch.bins)
         return put_back
 
@@ -200,17 +194,11 @@ class FixedGreedyPacker(WindowPacker):
 
     def snapshot(self) -> Callable[[], dict[str, Any]]:
         # Windows are not changed once they are planned.
-        settings, waiting_pieces = self._settings(), tuple(self._remainder)
-        planned_windows = tuple(self._planned)
-        return lambda: {
-            "settings": settings,
-            "waiting": encode(waiting_pieces),
-            "planned": encode_windows(planned_windows),
-        }
+        state, planned_windows = super().snapshot(), tuple(self._planned)
+        return lambda: {**state(), "planned": encode_windows(planned_windows)}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        check_settings(state["settings"], self._settings())
-        self._remainder = decode(state["waiting"])
+        super().load_state(state)
         self._planned = decode_windows(state["planned"])
 
     def _settings(self) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 Two corpora are the same if their lengths are, wherever they stand in the blend. A known corpus continues at its
 place, so each of its tokens still trains once an epoch. If the window changed, what is left of a long document comes
-in pieces of the new window (documents/piece_order.py). Weights apply from here on; there is no correction for what
+in pieces of the new window (documents/corpus.py). Weights apply from here on; there is no correction for what
 a corpus gave before.
 
 Checkpoints also hold what the run has chosen, and a resumed run goes on with it until a flag says otherwise. A setting
@@ -18,9 +18,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from wlb_megatron.config import WlbConfig
-from wlb_megatron.documents.corpus import STATE, VERSION
-from wlb_megatron.documents.piece_order import WHOLE
-from wlb_megatron.documents.stream import DocumentStream
+from wlb_megatron.documents.corpus import WHOLE
+from wlb_megatron.documents.stream import STATE, VERSION
 from wlb_megatron.packing.chunk_packer import ChunkPacker
 from wlb_megatron.packing.packer import Packer, packed_waiting
 from wlb_megatron.packing.planner import Planner
@@ -58,7 +57,6 @@ def take_up(planner: Planner, samples: int, state: Mapping[str, Any], *, next_ep
     next_epoch: all corpora begin their next epoch. KeyError, TypeError or ValueError if the state is damaged.
     """
     stream = planner.stream
-    assert isinstance(stream, DocumentStream)
     now = stream.state()
     saved = state["stream"]
     places, moves, begun_places = _places(saved, now["fingerprint"], next_epoch)

@@ -33,8 +33,15 @@ from wlb_megatron.packing.packer import (
     encode,
     most_per_window,
 )
-from wlb_megatron.packing.varlen.bins import Bins, Filled
-from wlb_megatron.packing.varlen.outlier_queues import DelayPrice, Item, Limits, by_falling_work, items_of
+from wlb_megatron.packing.varlen.items import (
+    Bins,
+    DelayPrice,
+    Filled,
+    Item,
+    Limits,
+    by_falling_work,
+    items_of,
+)
 from wlb_megatron.pipeline.step_law import most_held
 from wlb_megatron.plan import Piece
 from wlb_megatron.workload.cost_model import CostModel

@@ -12,13 +12,11 @@ from functools import partial
 import numpy as np
 
 from wlb_megatron.config import COUNT, WlbConfig
-from wlb_megatron.documents.blocks import Lengths, blocks
-from wlb_megatron.documents.corpus import Rules
+from wlb_megatron.documents.corpus import Lengths, Rules, blocks
 from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.errors import WlbError
-from wlb_megatron.packing.choose_chunks import choose_chunks, chunk_capacity
 from wlb_megatron.packing.chunk_packer import ChunkPacker
-from wlb_megatron.packing.memory_limits import GpuMemory, describe_memory, no_memory_for_chunks
+from wlb_megatron.packing.limits import GpuMemory, chunk_capacity, describe_memory, no_memory_for_chunks
 from wlb_megatron.packing.packer import (
     MOST_PER_WINDOW,
     Packer,
@@ -29,16 +27,17 @@ from wlb_megatron.packing.packer import (
     per_window_of,
     read_per_window,
 )
-from wlb_megatron.packing.planner import BatchSchedule, Planner, Stream
-from wlb_megatron.packing.varlen.outlier_queues import Limits
-from wlb_megatron.packing.varlen.thresholds import (
+from wlb_megatron.packing.planner import BatchSchedule, Planner
+from wlb_megatron.packing.sample_choices import (
     MOST_BINS,
-    Repeated,
+    choose_chunks,
     find_thresholds,
     read_thresholds,
+    repeating_planner,
     rule_of_thumb,
     sampled,
 )
+from wlb_megatron.packing.varlen.items import Limits
 from wlb_megatron.packing.varlen.varlen_packer import VarlenPacker, lmax
 from wlb_megatron.registry import packer_entry
 
@@ -171,7 +170,11 @@ def sample_lengths_of(stream: DocumentStream, documents: int) -> list[int]:
 
 
 def plan_job(
-    stream: Stream, job: PackingJob, *, schedule: BatchSchedule | None = None, memory: GpuMemory | None = None
+    stream: DocumentStream,
+    job: PackingJob,
+    *,
+    schedule: BatchSchedule | None = None,
+    memory: GpuMemory | None = None,
 ) -> Planner:
     """A planner of a stream of documents: one plan per call. Raises ValueError on settings that cannot work.
 
@@ -270,7 +273,7 @@ def unpaired(sample: Sequence[int], window: int, packer: VarlenPacker) -> str | 
     large = lengths[2 * lengths > packer.max_tokens]
     if large.sum() < (1 - LEAST) * lengths.sum():
         return None
-    planner = Planner(Repeated(lengths), packer, global_tokens=packer.bins * window)
+    planner = repeating_planner(lengths, packer, packer.bins * window)
     trained_tokens = []
     for _ in range(SETTLE + COUNTED):
         planner.next_iteration()

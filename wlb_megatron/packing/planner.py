@@ -7,37 +7,26 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from operator import itemgetter
-from typing import Any, Protocol
+from typing import Any
 
+from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.packer import Batch, Grid, Packer
 from wlb_megatron.pipeline.orders import groups
-from wlb_megatron.plan import IterationPlan, Piece
+from wlb_megatron.pipeline.step_law import StepLaw
+from wlb_megatron.plan import IterationPlan, MicroBatch, Piece
+from wlb_megatron.workload.cost_model import UNITS_PER_TOKEN
 
 STATE_VERSION = 3
 """Version 2, of release 0.1.0, holds waiting pieces as rows."""
-
-
-class Stream(Protocol):
-    """Pieces in the order in which they arrive: whole documents, over-long ones already split, none empty.
-
-    No piece has more tokens than a data-parallel rank's share of an iteration, so each iteration takes in at least
-    one.
-    """
-
-    def next(self) -> Piece | None:
-        """The next piece, or None at the end of a finite stream (and ever after)."""
-
-    def state(self) -> dict[str, Any]: ...
-
-    def load_state(self, state: dict[str, Any]) -> None: ...
 
 
 class Planner:
     """Returns one IterationPlan per call.
 
     Intake: an iteration takes pieces until the running total reaches the tokens of all global batches up to its own;
-    the piece that crosses that total is taken. Example: with 10 global tokens and pieces of 4, iteration 0 takes 3
+    the piece that crosses that total is taken. No piece has more tokens than a data-parallel rank's share of an
+    iteration, so each takes in at least one. Example: with 10 global tokens and pieces of 4, iteration 0 takes 3
     (total 12), iteration 1 takes 2 (20).
 
     * A packer that balances K global batches gets K iterations' pieces in each K-th iteration, or fewer if the batch
@@ -51,7 +40,12 @@ class Planner:
     """
 
     def __init__(
-        self, stream: Stream, packer: Packer, *, global_tokens: int, schedule: BatchSchedule | None = None
+        self,
+        stream: DocumentStream,
+        packer: Packer,
+        *,
+        global_tokens: int,
+        schedule: BatchSchedule | None = None,
     ) -> None:
         """global_tokens: tokens of a global batch of packer.bins micro-batches, bins x window. schedule: given if
         global batches grow; packer.bins is the largest.
@@ -110,19 +104,14 @@ class Planner:
             self.put_back += len(put_back)
         waiting_now = self.packer.waiting
         trained_tokens = audit(self.packer, self.iteration, [*self._waiting, *arrived], grid, waiting_now)
-        columns = list(zip(*grid, strict=True))
-        works, tokens = (
-            [[getattr(micro_batch, name) for micro_batch in column] for column in columns]
-            for name in ("work", "tokens")
-        )
-        together = [groups([micro_batch.pieces for micro_batch in column]) for column in columns]
+        work = sum(micro_batch.work for row in grid for micro_batch in row)
         plan = IterationPlan(
             self.iteration,
             tuple(arrived),
             grid,
             waiting_now,
-            predicted=self.packer.law.step(works, together, tokens),
-            ideal=self.packer.law.ideal(sum(map(sum, works)) // len(works)),
+            predicted=predict_step(grid, self.packer.law),
+            ideal=self.packer.law.ideal(work // len(grid[0])),
         )
         self._waiting = waiting_now
         self.iteration += 1
@@ -223,6 +212,21 @@ class Planner:
         self._ended = bool(state["ended"]) and self.until is None
         self.put_back = int(state["put_back_so_far"])
         self._put_back = deque(Piece(*row) for row in state["put_back"])
+
+
+def predict_step(grid: Grid, law: StepLaw, per_earlier_key: float = 0.0) -> int:
+    """Work units of a step of these micro-batches. per_earlier_key: see CostModel, for each key of earlier chunks."""
+
+    def work(micro_batch: MicroBatch) -> int:
+        keys = sum(piece.prefix for piece in micro_batch.pieces) if per_earlier_key else 0
+        return micro_batch.work + round(UNITS_PER_TOKEN * per_earlier_key * keys)
+
+    columns = list(zip(*grid, strict=True))
+    return law.step(
+        [list(map(work, column)) for column in columns],
+        [groups([micro_batch.pieces for micro_batch in column]) for column in columns],
+        [[micro_batch.tokens for micro_batch in column] for column in columns],
+    )
 
 
 def _describe(schedule: BatchSchedule) -> str:

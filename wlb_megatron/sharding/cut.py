@@ -82,7 +82,7 @@ def _counted_from(first: int, plan: ShardPlan) -> ShardPlan:
 def orders_of(plans: Sequence[IterationPlan], *, in_step: bool = False) -> list[list[tuple[int, ...] | None]]:
     """Group sizes [iteration][data-parallel rank], or None if no document is in chunks.
 
-    in_step: all ranks run the same order (packing.choose_chunks).
+    in_step: all ranks run the same order (packing.limits.Trainer).
     """
     orders: list[list[tuple[int, ...] | None]] = []
     for plan in plans:

@@ -8,8 +8,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from wlb_megatron.dynamic.cost import GroupCost
-from wlb_megatron.dynamic.plan import StepPlan
+from wlb_megatron.dynamic.plan import GroupCost, StepPlan
 from wlb_megatron.simulator.iteration import Simulated, by_count, run_steps
 from wlb_megatron.simulator.model import LayerModel, Times
 

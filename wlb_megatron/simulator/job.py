@@ -10,18 +10,15 @@ from typing import Any
 import numpy as np
 
 from wlb_megatron.config import WlbConfig
-from wlb_megatron.documents.blocks import Lengths
-from wlb_megatron.documents.corpus import Corpus, Rules
+from wlb_megatron.documents.corpus import Corpus, Lengths, Rules
 from wlb_megatron.documents.lengths import longest_whole
 from wlb_megatron.documents.stream import DocumentStream
-from wlb_megatron.dynamic.cost import GroupCost, group_cost, token_ns
-from wlb_megatron.dynamic.plan import Stage, StepPlan, fixed_groups
+from wlb_megatron.dynamic.plan import GroupCost, Stage, StepPlan, fixed_groups, group_cost, token_ns
 from wlb_megatron.dynamic.plan_step import plan_step
 from wlb_megatron.errors import WlbError, explain_bad_values
-from wlb_megatron.packing.choose_chunks import Trainer
 from wlb_megatron.packing.chunk_packer import ChunkPacker
 from wlb_megatron.packing.factory import nothing_predicted, plan_job, sample_lengths_of, too_small
-from wlb_megatron.packing.memory_limits import MARGIN, GpuMemory, no_memory_for_chunks, with_lmax
+from wlb_megatron.packing.limits import MARGIN, GpuMemory, Trainer, no_memory_for_chunks, with_lmax
 from wlb_megatron.packing.packer import PackingJob
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.pipeline.step_law import StageRoom

@@ -10,9 +10,9 @@ from typing import Any
 
 from wlb_megatron.arguments import add_pipeline
 from wlb_megatron.config import RANKS, SEED, WlbConfig, real, whole
-from wlb_megatron.documents.blocks import Lengths, blocks
+from wlb_megatron.documents.corpus import Lengths, blocks
 from wlb_megatron.errors import WlbError, explain_bad_values
-from wlb_megatron.packing.choose_chunks import Trainer
+from wlb_megatron.packing.limits import Trainer
 from wlb_megatron.refusals import unsupported
 from wlb_megatron.simulator.calibration import add_assumptions, profiled_shape, read_assumptions
 from wlb_megatron.simulator.divisible import check_divisible, check_heads

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from wlb_megatron.packing.memory_limits import GpuMemory
+from wlb_megatron.packing.limits import GpuMemory
 from wlb_megatron.pipeline.kept_layers import KeptLayers, loads_of, plan_step_layers, recomputed_array
 from wlb_megatron.plan import IterationPlan
 from wlb_megatron.sharding.cut import cut_plans, orders_of

@@ -10,17 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from scripts.bench.attention.attention_bench import KERNELS, errors, machine, te_attention, tensors
+from scripts.bench.attention.attention_bench import KERNELS, errors, machine, padded_to, te_attention, tensors
 from scripts.bench.attention.attention_cases import ALONE, CASES, CROWD, CROWDED, LENGTHS, WITH_NANS, Case
-from scripts.bench.attention.attention_steps import (
-    Mixes,
-    Way,
-    keys_of,
-    padded_to,
-    planned,
-    sharded_by_turns,
-    share,
-)
+from scripts.bench.attention.attention_steps import Mixes, Way, keys_of, planned, sharded_by_turns, share
 from scripts.csv_files import write_csv
 from wlb_megatron.attention.device_layout import device_layout
 from wlb_megatron.attention.kernels import kernel_choice

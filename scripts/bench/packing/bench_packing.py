@@ -36,9 +36,8 @@ from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.lengths import pieces_of, sample_lengths
 from wlb_megatron.packing.factory import make_packer
 from wlb_megatron.packing.packer import Packer, PackingJob
-from wlb_megatron.packing.planner import Planner
-from wlb_megatron.packing.varlen.outlier_queues import Limits
-from wlb_megatron.packing.varlen.thresholds import Repeated
+from wlb_megatron.packing.sample_choices import repeating_planner
+from wlb_megatron.packing.varlen.items import Limits
 from wlb_megatron.packing.varlen.varlen_packer import VarlenPacker
 from wlb_megatron.pipeline.kept_layers import Load, plan_kept_layers, stage_orders
 from wlb_megatron.plan import IterationPlan, Piece
@@ -86,7 +85,7 @@ class Case:
     def run(self, tick: Callable[[], None]) -> dict[str, Any]:
         lengths = pieces_of(self.lengths, self.window, "split")
         timed: Any = Timed(self.packer(sample_lengths(lengths, self.window, "split")))
-        planner = Planner(Repeated(lengths), timed, global_tokens=self.bins * self.window)
+        planner = repeating_planner(lengths, timed, self.bins * self.window)
         seen = Seen()
         gaps: list[Any] = []
         for _ in range(self.iterations):
@@ -247,7 +246,7 @@ def _time(
 ) -> dict[str, Any]:
     config = WlbConfig(packing=packing, **settings)
     timed: Any = Timed(make_packer(PackingJob(config, COST, window=window, micro_batches=bins, pp=pp)))
-    planner = Planner(Repeated(lengths), timed, global_tokens=bins * window)
+    planner = repeating_planner(lengths, timed, bins * window)
     arrived, micro_batches = [], []
     for _ in range(iterations):
         plan = planner.next_iteration()

@@ -20,7 +20,8 @@ from wlb_megatron.simulator.iteration import Shards, Simulated, simulate
 from wlb_megatron.simulator.model import LayerModel
 from wlb_megatron.whole_files import renamed_at_end
 from wlb_megatron.workload.assumptions import Assumptions
-from wlb_megatron.workload.memory import Layout, Model
+from wlb_megatron.workload.memory import Layout
+from wlb_megatron.workload.model import Model
 from wlb_megatron.workload.profile import Profile
 
 WINDOW = 32768

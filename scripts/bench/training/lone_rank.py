@@ -26,7 +26,7 @@ import torch.testing._internal.distributed.fake_pg  # registers the backend
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from wlb_megatron.packing.memory_limits import GpuMemory
+from wlb_megatron.packing.limits import GpuMemory
 
 Report = dict[str, Any]
 

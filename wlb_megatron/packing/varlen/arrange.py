@@ -16,8 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wlb_megatron.packing.packer import Grid, Ranks
-from wlb_megatron.packing.varlen.bins import Bins, Filled, improve_bins
-from wlb_megatron.packing.varlen.outlier_queues import Item, Limits
+from wlb_megatron.packing.varlen.items import Bins, Filled, Item, Limits, improve_bins
 from wlb_megatron.pipeline.step_law import StepLaw
 from wlb_megatron.plan import MicroBatch
 

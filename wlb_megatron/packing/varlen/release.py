@@ -25,8 +25,7 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import NamedTuple
 
-from wlb_megatron.packing.varlen.bins import UNBOUNDED, Bins
-from wlb_megatron.packing.varlen.outlier_queues import SCALE, Item, OutlierQueues
+from wlb_megatron.packing.varlen.items import SCALE, UNBOUNDED, Bins, Item, OutlierQueues
 from wlb_megatron.pipeline.step_law import StepLaw
 
 STRETCH = (105, 120)

@@ -24,13 +24,15 @@ from wlb_megatron.packing.packer import (
     most_per_window,
 )
 from wlb_megatron.packing.varlen.arrange import Arranged, arrange, assign_ranks
-from wlb_megatron.packing.varlen.bins import UNBOUNDED, Bins, improve_bins
-from wlb_megatron.packing.varlen.outlier_queues import (
+from wlb_megatron.packing.varlen.items import (
+    UNBOUNDED,
+    Bins,
     DelayPrice,
     Item,
     Limits,
     OutlierQueues,
     by_falling_work,
+    improve_bins,
     items_of,
 )
 from wlb_megatron.packing.varlen.release import (
@@ -99,7 +101,7 @@ class VarlenPacker(Packer):
     outliers that balance best (release.py; `by_balance=False` skips this and is the paper's algorithm). Then the
     leftovers, then the short documents, by falling work. What does not fit is left over, and ages.
 
-    The bound holds for any lengths: see outlier_queues.py. If documents arrive faster than micro-batches of `capacity`
+    The bound holds for any lengths: see items.py. If documents arrive faster than micro-batches of `capacity`
     tokens can take uncut ones (for example with lengths just above half of it), the newest are put back.
     """
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.blend import SPLITS, Blend, parse_blend, part_corpora
-from wlb_megatron.documents.corpus import Corpus
-from wlb_megatron.documents.indexed import Kept, read_index
+from wlb_megatron.documents.corpus import Corpus, Rules
+from wlb_megatron.documents.indexed import read_index
 from wlb_megatron.errors import WlbError
 from wlb_megatron.plugin import job_state
 from wlb_megatron.sft.index_files import Tokenizing
@@ -32,7 +32,7 @@ class DataPaths:
     common: tuple[str, ...] = ()
     split: str | None = None
     by_part: Mapping[str, tuple[str, ...]] | None = None
-    masks: Kept | None = None
+    masks: Rules | None = None
 
     @classmethod
     def of(cls, args: Any) -> DataPaths:

@@ -11,8 +11,7 @@ from wlb_megatron.attention.kernels.kernel_choice import narrow_values
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.lengths import Bound
 from wlb_megatron.errors import WlbError
-from wlb_megatron.packing.choose_chunks import chunk_capacity
-from wlb_megatron.packing.memory_limits import GpuMemory, with_lmax
+from wlb_megatron.packing.limits import GpuMemory, chunk_capacity, with_lmax
 from wlb_megatron.plugin.flags.trained_model import MemoryFlags
 from wlb_megatron.plugin.flags.training_job import TrainingJob
 from wlb_megatron.workload.cost_model import (
@@ -80,7 +79,7 @@ def micro_batch_cost(job: TrainingJob) -> MicroBatchCost:
 
 
 def fit_to_memory(job: TrainingJob) -> WlbConfig:
-    """The job's settings with Lmax filled in, see memory_limits.with_lmax. The same on every rank of like GPUs, and
+    """The job's settings with Lmax filled in, see packing.limits.with_lmax. The same on every rank of like GPUs, and
     independent of the layout wherever memory suffices."""
     if job.config.max_tokens is not None:
         return job.config

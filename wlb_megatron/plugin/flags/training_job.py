@@ -14,7 +14,7 @@ from typing import Any
 
 from wlb_megatron.attention.kernels import kernel_choice
 from wlb_megatron.config import WlbConfig
-from wlb_megatron.packing.choose_chunks import Trainer
+from wlb_megatron.packing.limits import Trainer
 from wlb_megatron.plugin.flags.batch_sizes import BatchSizes
 from wlb_megatron.plugin.flags.data_paths import DataPaths, FineTuning
 from wlb_megatron.plugin.flags.trained_model import MemoryFlags, TrainedModel, balancing_of, layer_kinds

@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from wlb_megatron.dynamic.cost import GroupCost
-from wlb_megatron.dynamic.plan import StepPlan
+from wlb_megatron.dynamic.plan import GroupCost, StepPlan
 from wlb_megatron.packing.baselines import cut_windows, freeze, price
-from wlb_megatron.packing.memory_limits import GpuMemory
+from wlb_megatron.packing.limits import GpuMemory
 from wlb_megatron.packing.packer import Waiting
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.varlen.arrange import in_given_order

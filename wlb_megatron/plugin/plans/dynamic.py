@@ -19,8 +19,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from wlb_megatron.child import Child
-from wlb_megatron.dynamic.cost import group_cost, token_ns
-from wlb_megatron.dynamic.plan import Group, Stage, StepPlan, fixed_groups
+from wlb_megatron.dynamic.plan import Group, Stage, StepPlan, fixed_groups, group_cost, token_ns
 from wlb_megatron.dynamic.plan_step import FIXED, GREEDY, LATE, SOLVER, Outcome, outcomes, plan_step
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.summary import PlanSummary

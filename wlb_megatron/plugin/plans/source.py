@@ -17,9 +17,9 @@ from wlb_megatron.documents.lengths import Bound, longest_whole
 from wlb_megatron.documents.stream import DocumentStream, distinguish
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.carry import weighs_equally
-from wlb_megatron.packing.choose_chunks import holds_whole
 from wlb_megatron.packing.chunk_packer import ChunkPacker
 from wlb_megatron.packing.factory import most_micro_batches, plan_job, sample_lengths_of, without_chunks
+from wlb_megatron.packing.limits import holds_whole
 from wlb_megatron.packing.packer import PackingJob, read_per_window
 from wlb_megatron.packing.planner import BatchSchedule, Planner
 from wlb_megatron.packing.varlen.varlen_packer import VarlenPacker

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from wlb_megatron.documents.indexed import Kept, read_index
+from wlb_megatron.documents.corpus import Rules
+from wlb_megatron.documents.indexed import read_index
 from wlb_megatron.errors import WlbError
-from wlb_megatron.packing.choose_chunks import settings_refused
+from wlb_megatron.packing.limits import settings_refused
 from wlb_megatron.plugin.flags.data_paths import prefixes_of, renamed
 from wlb_megatron.plugin.flags.training_job import TrainingJob
 from wlb_megatron.plugin.sft.build import Say, build, refused_lines, wait_for_files
@@ -116,7 +117,7 @@ def with_targets(job: TrainingJob, say: Say) -> TrainingJob:
     if not tuning.overlong_given:
         longest_tokens = max((int(read_index(prefix).lengths.max()) for prefix in prefixes), default=0)
         config = replace(config, overlong=overlong_of(job, longest_tokens))
-    masks = Kept(job.batches.window, config.overlong)
+    masks = Rules(job.batches.window, config.overlong)
     return replace(job, config=config, data=replace(data, masks=masks))
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from wlb_megatron.packing.memory_limits import GpuMemory
+from wlb_megatron.packing.limits import GpuMemory
 from wlb_megatron.pipeline.kept_layers import KeptLayers, plan_kept_layers, stage_orders
 from wlb_megatron.plugin.job_state import part
 from wlb_megatron.plugin.logs.metrics import Figures

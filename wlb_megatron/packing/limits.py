@@ -1,4 +1,7 @@
-"""Derives a plan's limits from a GPU's memory: Lmax, and whether documents train in chunks."""
+"""What limits a job's plans: Lmax by a GPU's memory, and whatever keeps long documents from training in chunks.
+
+For training and commands. It also says which jobs' ranks must keep in step.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,6 @@ from dataclasses import dataclass, replace
 
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
-from wlb_megatron.packing.choose_chunks import chunk_capacity, holds_whole, settings_refused
 from wlb_megatron.packing.chunk_packer import held
 from wlb_megatron.pipeline.step_law import StageRoom
 from wlb_megatron.workload.memory import (
@@ -33,6 +35,23 @@ small."""
 
 MARGIN = WlbConfig().memory_margin
 """Share of the memory that is left free, if nothing else is set."""
+
+
+LONGEST = (3, 4)
+"""The longest micro-batch of a plan with chunks, in windows. A longer document is cut into chunks."""
+
+
+def holds_whole(config: WlbConfig, window: int, alignment: int = 1) -> bool:
+    """Whether micro-batches can hold uncut documents: Lmax is 1.25 windows or more, or not set."""
+    return config.max_tokens is None or config.max_tokens // alignment * alignment * 4 >= window * 5
+
+
+def chunk_capacity(window: int, max_tokens: int | None, alignment: int) -> int:
+    """Tokens of the longest micro-batch of a plan with chunks. max_tokens: the flag's value; None: the longest
+    useful.
+    """
+    longest_useful = window * LONGEST[0] // LONGEST[1]
+    return max(alignment, min(longest_useful, max_tokens or longest_useful) // alignment * alignment)
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,3 +277,157 @@ def describe_memory(config: WlbConfig, memory: GpuMemory, longest_tokens: int, *
 def lmax(config: WlbConfig, window: int) -> int:
     """Tokens of the longest micro-batch of whole documents; 1.5 windows if nothing else is set."""
     return 3 * window // 2 if config.max_tokens is None else config.max_tokens
+
+
+def settings_refused(config: WlbConfig) -> list[tuple[str, str]]:
+    """(flag, cure) of each of the plugin's own settings that cannot be combined with documents in chunks."""
+    rows = (
+        (
+            config.cp_mode == "dynamic",
+            "--wlb-cp-mode dynamic",
+            "groups take whole documents; use --wlb-cp-mode fixed",
+        ),
+        (
+            config.release == "full",
+            "--wlb-release full",
+            "it is the paper's release of whole documents; leave it out",
+        ),
+        (
+            bool(config.max_delay),
+            f"--wlb-max-delay {config.max_delay}",
+            "documents in chunks never wait; leave it out",
+        ),
+    )
+    return [(flag, cure) for applies, flag, cure in rows if applies]
+
+
+LEAST_RELEASE = (0, 17)
+"""The first megatron-core whose schedule can run more forwards ahead."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trainer:
+    """Megatron's settings that decide about chunks.
+
+    Args:
+        stages: pipeline stages.
+        tensor, expert, expert_tensor: parallel sizes.
+        mtp: further tokens that are predicted.
+        balancing: kinds of routers' losses.
+        shards_weights: FSDP of either kind.
+        shares_scales: FP8 whose scales come from the largest values of all data-parallel ranks.
+        offloads: offloads activations module by module.
+        interleaves: has virtual stages.
+        offloads_layers: offloads whole layers.
+        replays_routes: experts' choices are recorded and replayed.
+        release: the one of megatron-core.
+        unknown_schedule: it interleaves stages in a way that the plugin does not know.
+        hides_padding: its block gives layers that it does not recompute no padding mask.
+        delta_nets: it has gated delta nets.
+    """
+
+    stages: int = 1
+    tensor: int = 1
+    experts: int = 0
+    expert: int = 1
+    expert_tensor: int | None = None
+    balancing: tuple[str, ...] = ()
+    shards_weights: bool = False
+    shares_scales: bool = False
+    mtp: int = 0
+    offloads: bool = False
+    interleaves: bool = False
+    offloads_layers: bool = False
+    replays_routes: bool = False
+    release: str | None = None
+    unknown_schedule: bool = False
+    hides_padding: bool = False
+    delta_nets: bool = False
+
+    def chunks_refused(self, chunks: str = "on") -> list[tuple[str, str]]:
+        """(flag, cure) of each setting under which a step cannot run in groups of micro-batches, or runs so only if
+        asked. `chunks` is the choice of --wlb-chunks."""
+        rows = (
+            (
+                self.release is not None
+                and self.stages > 1
+                and tuple(map(int, self.release.split(".")[:2])) < LEAST_RELEASE,
+                f"megatron-core {self.release} with --pipeline-model-parallel-size above 1",
+                "its schedule cannot run more forwards ahead; use 0.17 or later",
+            ),
+            (
+                self.unknown_schedule,
+                "--num-virtual-stages-per-pipeline-rank / --num-layers-per-virtual-pipeline-stage",
+                "this Megatron's interleaved schedule is not the one that was tried; use one model chunk a stage, or a "
+                "release that was tried",
+            ),
+            (
+                self.offloads and self.interleaves,
+                "--fine-grained-activation-offloading over virtual stages",
+                "it has learned in which order its first step ran model chunks, but chunks need another; use one model "
+                "chunk a stage, or recompute instead",
+            ),
+            (
+                self.offloads and chunks != "on",
+                "--fine-grained-activation-offloading",
+                "chunks were tried with it on CPUs alone, so give --wlb-chunks on",
+            ),
+            (
+                self.offloads_layers,
+                "--cpu-offloading-num-layers",
+                "Transformer Engine frees a micro-batch's activations when the next forward begins, but chunks need "
+                "those of several; recompute instead",
+            ),
+            (
+                self.experts > 0 and self.replays_routes,
+                "--moe-enable-routing-replay",
+                "it replays experts' choices in the order of the forwards, but chunks run backward last first; drop it",
+            ),
+            (
+                self.delta_nets,
+                "gated delta nets (--hybrid-layer-pattern, --experimental-attention-variant)",
+                "their state does not pass from chunk to chunk; train without chunks",
+            ),
+        )
+        return [(flag, cure) for applies, flag, cure in rows if applies]
+
+    def keeping_changes(self, chunks: str) -> str | None:
+        """What comes out otherwise where some micro-batches keep a layer that others recompute; None: nothing.
+
+        global_aux_loss is a mean over the micro-batches so far. One that is kept is counted in its forward, one that is
+        recomputed before its backward. They come in the same order on a single stage without chunks alone. chunks: of
+        --wlb-chunks.
+        """
+        if self.experts == 0:
+            return None
+        if "global_aux_loss" in self.balancing and (self.stages > 1 or chunks != "off"):
+            return "global_aux_loss, a mean over the micro-batches so far (without a pipeline, --wlb-chunks off helps)"
+        if self.hides_padding:
+            return "routers' counts, for this Megatron's kept layers see no padding mask (0.17, dev)"
+        return None
+
+    @property
+    def in_step(self) -> bool:
+        """Whether data-parallel ranks need the same order of forwards and backwards, and so the same groups."""
+        return bool(self.meetings())
+
+    def meetings(self) -> list[str]:
+        """What data-parallel ranks exchange inside a forward or a backward. Each must then be in the same one.
+
+        Ranks always run equally many micro-batches, so only groups of chunks can bring them out of step. All other
+        exchanges between them come once a step, at the same place of it: parameters by bucket in the first forward
+        (--overlap-param-gather), gradients by bucket in the last backward (--overlap-grad-reduce), and after it
+        experts' biases, counts of tokens, norms and logged losses. (Read in Megatron 0.16 to 0.19, main and dev, and
+        in Transformer Engine 2.18 to 2.20.)
+        """
+        shared = self.expert > 1 or (self.expert_tensor or self.tensor) > self.tensor
+        rows = (
+            (self.experts > 0 and shared, "experts exchange tokens"),
+            (
+                self.experts > 0 and "global_aux_loss" in self.balancing,
+                "routers exchange counts of tokens, again under recompute",
+            ),
+            (self.shards_weights, "FSDP exchanges parameters and gradients"),
+            (self.shares_scales, "FP8 with delayed scaling takes its largest values, again under recompute"),
+        )
+        return [what for applies, what in rows if applies]
