@@ -161,8 +161,8 @@ def simulate_on_gpus(options: argparse.Namespace) -> dict[str, tuple[float, floa
     from wlb_megatron.documents.lengths import read_lengths
     from wlb_megatron.packing.factory import arrival_order
     from wlb_megatron.simulator.job import Job
-    from wlb_megatron.simulator.known_models import SHAPES
     from wlb_megatron.simulator.model import LayerModel
+    from wlb_megatron.simulator.model_flags import SHAPES
     from wlb_megatron.workload.memory import Layout
 
     longer = WINDOW // options.seq_length
@@ -179,7 +179,7 @@ def simulate_on_gpus(options: argparse.Namespace) -> dict[str, tuple[float, floa
         seed=1234,
     )
     timed = {
-        name: job.run(lengths, config).timed
+        name: job.run(lengths, config).simulated
         for name, config in (("plain", arrival_order(WlbConfig())), ("wlb", WlbConfig()))
     }
     return {

@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 from test_cli import NUMPY_ALONE, run
 
-from wlb_megatron.analyze.candidates import as_given
 from wlb_megatron.analyze.comparison import Analysis, Gain
 from wlb_megatron.analyze.comparison import analyze as analyze_job
 from wlb_megatron.analyze.measure import rank_work, spread
 from wlb_megatron.analyze.output import figures, print_analysis
-from wlb_megatron.analyze.search import Found, Searched
+from wlb_megatron.analyze.search import Found, Searched, as_given
 from wlb_megatron.arguments import add_arguments, config_from_args, flags_of
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.inspect_plans import inspect_plans
@@ -25,8 +24,8 @@ from wlb_megatron.packing.packer import Packer
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.simulator.iteration import Simulated
 from wlb_megatron.simulator.job import Job
-from wlb_megatron.simulator.known_models import SHAPES
 from wlb_megatron.simulator.model import LayerModel
+from wlb_megatron.simulator.model_flags import SHAPES
 from wlb_megatron.workload.assumptions import Assumptions
 from wlb_megatron.workload.cost_model import CostModel
 from wlb_megatron.workload.memory import memory_needed

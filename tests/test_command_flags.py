@@ -117,7 +117,7 @@ def names(parser: argparse.ArgumentParser) -> set[str]:
 
 
 def test_the_table_holds_every_flag_of_analyze():
-    assert flags_of(add_layout, add_settings, add_analyze) == set(ANALYZE) | set(ELSEWHERE)
+    assert flags_of(add_analyze) == set(ANALYZE) | set(ELSEWHERE)
 
 
 @pytest.mark.parametrize(

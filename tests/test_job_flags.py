@@ -115,7 +115,7 @@ def test_chunks_that_do_not_fit_and_hold_more_than_whole_documents_are_not_chose
         config = settings(parsed(f"--thresholds none {flags}"))
         messages: list[str] = []
         packer = job(flags).planner(16 * LENGTHS, config, messages.append).packer
-        memory = job(flags).memory(80)
+        memory = job(flags).memory
         assert memory is not None
         chunked, whole = memory.needed(config, 131072)
         assert (chunked > whole) == (heads == 32)
@@ -141,7 +141,7 @@ def test_memory_sets_lmax_and_chunks_as_in_training() -> None:
         made = chosen.planner(LENGTHS, replace(config, thresholds="none")).packer
         return isinstance(made, ChunkPacker), made.max_tokens
 
-    memory = {gib: job("--window 131072 --tp 4 --cp 4").memory(gib) for gib in (80, 60, 50)}
+    memory = {gib: job(f"--window 131072 --tp 4 --cp 4 --gpu-memory {gib}").memory for gib in (80, 60, 50)}
     assert packer(80) == (False, 3 * 131072 // 2)
     assert memory[60] is not None and packer(60) == (False, memory[60].whole()) and packer(60)[1] < 196608
     assert memory[50] is not None and packer(50) == (True, memory[50].in_chunks())
@@ -149,7 +149,7 @@ def test_memory_sets_lmax_and_chunks_as_in_training() -> None:
         job("--window 131072 --tp 4 --cp 4 --gpu-memory 50").planner(
             LENGTHS, settings(parsed("--chunks off"))
         )
-    assert job("--num-experts 8 --gpu-memory 8").memory(8) is None
+    assert job("--num-experts 8 --gpu-memory 8").memory is None
 
 
 def test_latent_attention_and_unfused_gradients_reach_what_counts_memory() -> None:

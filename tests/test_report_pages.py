@@ -21,7 +21,7 @@ from scripts.reproduce.sensitivity import summarize
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing import sample_choices
 from wlb_megatron.pipeline.schedule import pipeline_events
-from wlb_megatron.report.timeline import Drawn, _letters, chrome_trace, draw_timelines
+from wlb_megatron.report.timeline import Drawn, chrome_trace, draw_timelines, letter
 from wlb_megatron.whole_files import _is_stream, whole_file, write_whole
 
 
@@ -213,7 +213,7 @@ def test_a_trace_holds_every_event_in_microseconds_and_a_documents_chunks_carry_
     assert [e["name"] for e in work] == ["F0 (A)", "F1 (A)", "B1 (A)", "B0 (A)", "F2", "B2"]
     assert [e["args"].get("document_in_chunks") for e in work] == [7, 7, 7, 7, None, None]
     assert trace["otherData"]["legend"] == {"data-parallel rank 0, (A)": "document 7 in chunks"}
-    assert _letters([*range(27), -1]) == dict(enumerate([*"ABCDEFGHIJKLMNOPQRSTUVWXYZ", "AA"]))
+    assert [letter(number) for number in range(27)] == [*"ABCDEFGHIJKLMNOPQRSTUVWXYZ", "AA"]
 
 
 def test_a_timeline_runs_groups_backwards_last_first_and_names_their_documents(tmp_path, monkeypatch):

@@ -14,8 +14,8 @@ from wlb_megatron.analyze.search import side_by_side
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.corpus import Corpus
 from wlb_megatron.simulator.job import Job
-from wlb_megatron.simulator.known_models import SHAPES
 from wlb_megatron.simulator.model import LayerModel
+from wlb_megatron.simulator.model_flags import SHAPES
 from wlb_megatron.workload.assumptions import Assumptions
 from wlb_megatron.workload.model import Layout
 

@@ -15,8 +15,8 @@ from scripts.reproduce.sensitivity import slowness_of_the_paper
 from wlb_megatron.cli import main
 from wlb_megatron.documents.lengths import long_tailed
 from wlb_megatron.simulator.iteration import perfectly_balanced, simulate
-from wlb_megatron.simulator.known_models import SHAPES
 from wlb_megatron.simulator.model import LayerModel
+from wlb_megatron.simulator.model_flags import SHAPES
 from wlb_megatron.workload.cost_model import CostModel
 
 SETTING: Setting = CONFIGURATIONS[1]  # 550M-128K, CP=4

@@ -7,7 +7,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import Field, fields, replace
 from typing import Any
 
@@ -320,29 +320,17 @@ def idle(config: WlbConfig) -> dict[str, str]:
     return idle_settings
 
 
-_LATENT = (
-    *("--multi-latent-attention", "--q-lora-rank", "--kv-lora-rank"),
-    *("--qk-head-dim", "--qk-pos-emb-head-dim", "--v-head-dim"),
-)
-
-
 class UsageError(WlbError):
     """About the command line itself. It names flags as the user wrote them."""
 
 
-def explain_unknown(unknown_words: Sequence[str], takes: Container[str], prog: str) -> str:
-    """A line for the first flag with a known cure, else for all. The command did not understand
-    `unknown_words`; it has the flags `takes`. prog: how it is called."""
+def explain_unknown(unknown_words: Sequence[str], prog: str) -> str:
+    """A line for the first flag that only training has, else for all of `unknown_words`, which the command did not
+    understand. prog: how it is called."""
     for part in unknown_words:
         flag = part.split("=")[0]
-        plain = flag.replace("--wlb-", "--", 1)
-        if plain.removeprefix("--").replace("-", "_") in NOT_HERE:
+        if flag.replace("--wlb-", "--", 1).removeprefix("--").replace("-", "_") in NOT_HERE:
             return f"{flag} only affects training: leave it out here"
-        if flag in _LATENT and "--kv-channels" in takes:
-            return (
-                f"{flag} is not taken here: approximate multi-latent attention by --kv-channels, the mean channels of "
-                "a query and a value, with as many --num-query-groups as heads"
-            )
     return f"unrecognized arguments: {' '.join(unknown_words)} (see {prog} --help)"
 
 

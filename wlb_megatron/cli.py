@@ -40,11 +40,10 @@ from wlb_megatron.plugin.sft.index_command import add_sft_index
 from wlb_megatron.profiler.profile_command import add_profile
 from wlb_megatron.report.terminal import print_table
 from wlb_megatron.report.watch import add_watch
-from wlb_megatron.simulator.divisible import check_vpp
 from wlb_megatron.simulator.job import Job
-from wlb_megatron.simulator.job_flags import add_job, add_model, add_recompute, read_job
-from wlb_megatron.simulator.known_models import PRESETS
+from wlb_megatron.simulator.job_flags import add_job, add_recompute, read_job
 from wlb_megatron.simulator.launch_flags import launch_parser, notes_of, read_launch
+from wlb_megatron.simulator.model_flags import PRESETS, add_model, check_vpp
 from wlb_megatron.whole_files import write_whole
 from wlb_megatron.workload.model import Layout, one_kernel
 
@@ -71,7 +70,7 @@ class CommandParser(argparse.ArgumentParser):
         _, unknown = self.parse_known_args(own_arguments, args)
         command = commands[args.command]
         if unknown:
-            raise UsageError(explain_unknown(unknown, command._option_string_actions, command.prog))
+            raise UsageError(explain_unknown(unknown, command.prog))
         launched = "--" in arguments
         if launched and not hasattr(args, "launched"):
             raise UsageError(f"{args.command} takes no launch command: leave out what follows --")
@@ -108,7 +107,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="inspect | analyze | profile | watch | sft-index | patch | doctor",
     )
     _add_inspect(commands.add_parser("inspect", help="show the plans of documents of given lengths"))
-    _add_analyze(commands.add_parser("analyze", help="predict what balancing gains on your documents"))
+    analyzer = commands.add_parser("analyze", help="predict what balancing gains on your documents")
+    add_analyze(analyzer)
+    analyzer.set_defaults(run=_analyze)
     add_profile(commands.add_parser("profile", help="measure a model's costs on this GPU"))
     add_watch(commands.add_parser("watch", help="show a run from its --wlb-log"))
     add_sft_index(commands.add_parser("sft-index", help="tokenize conversations for --sft"))
@@ -215,17 +216,6 @@ def _read_inspected_job(args: argparse.Namespace) -> Job | None:
         if getattr(args, name) != default:
             raise WlbError(f"{flag} changes nothing without {requirement}: add that, or leave it out")
     return None
-
-
-def _add_analyze(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Plans the same shuffled documents in arrival order and as set here, and compares balance, delay, padding and "
-        "predicted step time. Prints what each part gains and the flags to train with (docs/analyze.md)."
-    )
-    add_layout(parser)
-    add_settings(parser)
-    add_analyze(parser)
-    parser.set_defaults(run=_analyze)
 
 
 def _inspect(args: argparse.Namespace) -> None:

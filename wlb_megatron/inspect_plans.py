@@ -94,7 +94,7 @@ def inspect_plans(
     inspection: dict[str, Any] = {
         "iterations": [_show(plan, config.sharding, cp, alignment, chunked) for plan in plans]
     }
-    recomputation = None if job is None else job.kept_layers(plans, config)
+    recomputation = None if job is None else job.times(config).kept_layers(plans)
     if job is not None and recomputation is not None:
         for iteration, step in zip(inspection["iterations"], recomputation, strict=True):
             for number, micro_batch in enumerate(iteration["micro_batches"]):
@@ -103,7 +103,8 @@ def inspect_plans(
                     list(stage.recomputed[number // layout.data]) for stage in stages
                 ]
         inspection["stages"] = [
-            {"available": size, **asdict(stage)} for stage, size in zip(*job.stages(), strict=True)
+            {"available": job.gpu.available(stage), **asdict(job.gpu.stage(stage))}
+            for stage in range(layout.pipeline)
         ]
     return inspection
 

@@ -27,7 +27,7 @@ from wlb_megatron.errors import WlbError, explain_bad_values
 from wlb_megatron.packing.factory import too_small
 from wlb_megatron.packing.packer import read_per_window
 from wlb_megatron.report.terminal import print_table, progress
-from wlb_megatron.simulator.calibration import add_assumptions, read_assumptions
+from wlb_megatron.simulator.job_flags import add_assumptions, read_assumptions
 from wlb_megatron.whole_files import of_this_process
 from wlb_megatron.workload.assumptions import Assumptions
 

@@ -18,8 +18,8 @@ from wlb_megatron.pipeline.orders import grouped_orders, in_flight
 from wlb_megatron.plan import IterationPlan
 from wlb_megatron.sharding.cut import orders_of
 from wlb_megatron.simulator.iteration import Shards, Simulated, perfectly_balanced, simulate
-from wlb_megatron.simulator.known_models import SHAPES
 from wlb_megatron.simulator.model import LayerModel
+from wlb_megatron.simulator.model_flags import SHAPES
 from wlb_megatron.workload.assumptions import Assumptions
 from wlb_megatron.workload.cost_model import UNITS_PER_TOKEN
 from wlb_megatron.workload.kernel_table import KernelTable, h100

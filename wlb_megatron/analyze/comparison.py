@@ -11,12 +11,18 @@ from typing import Any
 
 import numpy as np
 
-from wlb_megatron.analyze.candidates import Candidate
-from wlb_megatron.analyze.credit import others, parts
-from wlb_megatron.analyze.fits import Fits, fits
+from wlb_megatron.analyze.fits import Fits, Recomputed, by_recomputation, fits
 from wlb_megatron.analyze.measure import Measured, measure
-from wlb_megatron.analyze.recomputation import Recomputed, by_recomputation
-from wlb_megatron.analyze.search import Found, Outcome, Searched, outcome_of, ranked, search, side_by_side
+from wlb_megatron.analyze.search import (
+    Candidate,
+    Found,
+    Outcome,
+    Searched,
+    outcome_of,
+    ranked,
+    search,
+    side_by_side,
+)
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.corpus import Lengths
 from wlb_megatron.errors import WlbError
@@ -24,7 +30,6 @@ from wlb_megatron.packing.carry import weighs_equally
 from wlb_megatron.packing.chunk_packer import ChunkPacker
 from wlb_megatron.packing.factory import arrival_order
 from wlb_megatron.packing.varlen.varlen_packer import VarlenPacker
-from wlb_megatron.pipeline.kept_layers import recomputed_array
 from wlb_megatron.sharding.select import shard_all
 from wlb_megatron.simulator.iteration import Simulated, perfectly_balanced, simulate
 from wlb_megatron.simulator.job import Job, Run
@@ -42,6 +47,9 @@ STEADIER = 0.95
 
 KEPT = 0.9
 """Steadier settings are named if they keep at least this share of the tokens/s."""
+
+EVEN = "1.25"
+"""A --wlb-batch-spread below the default, tried where whole documents wait."""
 
 
 @dataclass(frozen=True)
@@ -241,12 +249,6 @@ def analyze(
         chunked, weights = isinstance(packer, ChunkPacker), job.weights_problem()
         runs.same(in_chunks if chunked else uncut, after)
         runs.begin(settings)
-
-        def measured(run: Run) -> Measured:
-            orders = () if run.shards is None else job.orders(run.plans[job.warm_up :])
-            sizes = job.cost(run.config), job.model.layout, job.window, job.longest(run.config)
-            return measure(run.plans, run.shards, run.timed, *sizes, orders)
-
         searches = kind != "none" and weights is None and config.cp_mode == "fixed"
         first = outcome_of(job, before)
         recomputed = (
@@ -259,11 +261,11 @@ def analyze(
             capacity=packer.max_tokens,
             thresholds=list(packer.thresholds) if isinstance(packer, VarlenPacker) else [],
             equal_weights=weighs_equally(config, packer),
-            before=measured(before),
-            after=measured(after),
+            before=measure(job, before),
+            after=measure(job, after),
             messages=(*after.messages, *_faster_experts(job, after)),
             unmasked=_unmasked(job),
-            balanced=_balanced(job, after),
+            balanced=perfectly_balanced(after.timed_plans, job.model, after.recomputed).ns_per_token,
             memory=fits(job.gpu, in_chunks=chunked),
             fullest=job.fullest(after),
             weights_problem=weights,
@@ -284,9 +286,46 @@ Variants = Sequence[tuple[str, Sequence[WlbConfig]]]
 
 
 def variants(config: WlbConfig, job: Job) -> Variants:
-    """The settings of each part, together and alone, and other settings."""
-    pairs = [(part.name, [part.together, part.alone]) for part in parts(config, job)]
-    return [*pairs, *((name, [option]) for name, option in others(config, job))]
+    """The settings whose gains are told.
+
+    First the parts that these settings leave open, in the order in which they are added: of each the settings with all
+    parts before it, and with it and what it needs alone. Then other settings, which may be better.
+    """
+    plain, layout = arrival_order(config), job.model.layout
+    sharding = "adaptive" if config.sharding == "per-sequence" else config.sharding
+    waits = config.max_delay != 0 and config.thresholds != "none"  # unless documents train in chunks
+    settings: list[tuple[str, list[WlbConfig]]] = []
+
+    def add(name: str, alone: WlbConfig, together: WlbConfig | None = None) -> None:
+        settings.append((name, [replace(together or alone, sharding=sharding), alone]))
+
+    if layout.context > 1:
+        add("sharding of each document", replace(plain, sharding=sharding))
+    if config.fixed_windows:
+        add("packing in fixed windows", replace(config, sharding="per-sequence"))
+        return settings
+    base, number = replace(plain, packing="varlen"), config.micro_batches_per_window
+    if layout.pipeline == 1:  # one micro-batch a window, no chunks: nothing that needs a flag
+        base = replace(base, micro_batches_per_window=number, chunks=config.chunks)
+    undelayed = replace(base, max_delay=0, thresholds="none")
+    add("packing of whole documents", undelayed)
+    if waits:
+        add("delay of long documents", base)
+    if layout.pipeline > 1 and number != "1" and config.release == "balance":
+        undelayed = replace(undelayed, micro_batches_per_window=number)
+        delayed = replace(undelayed, max_delay=config.max_delay, thresholds=config.thresholds)
+        add("number of micro-batches", undelayed, delayed if waits else undelayed)
+        if config.chunks != "off" and not job.no_chunks(config):
+            chunks = replace(base, micro_batches_per_window=number, chunks="on", overlong=config.overlong)
+            # With chunks nothing waits, and flags that say how long are refused.
+            add("long documents in chunks", replace(chunks, max_delay=None, thresholds="auto"))
+    if config.cp_mode != "dynamic":
+        windows = replace(plain, packing="fixed-greedy", sharding=sharding)
+        settings.append(("fixed windows, balanced", [windows]))
+        unchunked = config.chunks == "off" or layout.pipeline == 1
+        if unchunked and config.batch_spread == "auto" and waits:
+            settings.append((f"steps of at most {EVEN} batches", [replace(config, batch_spread=EVEN)]))
+    return settings
 
 
 def _plans(config: WlbConfig) -> WlbConfig:
@@ -315,7 +354,12 @@ class _Runs:
 
     def of(self, config: WlbConfig) -> Run:
         if config not in self._done:
-            self._done[config] = self._run(config)
+            plans = _plans(config)
+            if plans in self._planned:
+                self._done[config] = self._job.cut(self._planned[plans], config)
+            else:
+                run = self._job.run(self._lengths, config, self._progress)
+                self._done[config] = self._planned[plans] = run
         return self._done[config]
 
     def outcome(self, config: WlbConfig) -> Outcome:
@@ -329,13 +373,6 @@ class _Runs:
         """Takes this run for the settings, which have the same plans."""
         self._done.setdefault(config, run)
         self._planned.setdefault(_plans(config), run)
-
-    def _run(self, config: WlbConfig) -> Run:
-        plans = _plans(config)
-        if plans in self._planned:
-            return self._job.cut(self._planned[plans], config)
-        self._planned[plans] = run = self._job.run(self._lengths, config, self._progress)
-        return run
 
 
 def _outcomes(shared: tuple[Lengths, Candidate], settings: list[WlbConfig]) -> dict[WlbConfig, Outcome]:
@@ -388,7 +425,7 @@ def _trade(config: WlbConfig, job: Job, runs: _Runs, first: Outcome, after: Run)
         speed = first.times.ns_per_token / times.ns_per_token
         return speed, float(times.steps.max()) / 1e6, _fullest(times)
 
-    choice, rival, flag = figures(after.timed), figures(other.times), f"--wlb-chunks {opposite.chunks}"
+    choice, rival, flag = figures(after.simulated), figures(other.times), f"--wlb-chunks {opposite.chunks}"
     return Trade(choice, rival, flag) if rival[0] > choice[0] * (1 + NOISE) else None
 
 
@@ -401,17 +438,10 @@ def _faster_experts(job: Job, run: Run) -> list[str]:
     if experts is None or not settings or model.costs is not None or shards is None:
         return []
     better = replace(experts, one_kernel=hopper or experts.one_kernel, fused_permutation=True)
-    repeats = None if run.kept is None else [recomputed_array(step) for step in run.kept]
-    orders, shape = job.orders(run.plans[job.warm_up :]), replace(model.shape, experts=better)
-    faster = simulate(shards, replace(model, shape=shape), orders=orders, recomputed=repeats)
-    gain = run.timed.ns_per_token / faster.ns_per_token
+    faster_model = replace(model, shape=replace(model.shape, experts=better))
+    faster = simulate(shards, faster_model, orders=job.orders(run.timed_plans), recomputed=run.recomputed)
+    gain = run.simulated.ns_per_token / faster.ns_per_token
     return [f"set {settings}: predicted to be {gain:.2f} times as fast"] if gain >= 1 + NOISE else []
-
-
-def _balanced(job: Job, run: Run) -> float:
-    """Nanoseconds per token of the run's documents, spread evenly."""
-    repeats = None if run.kept is None else [recomputed_array(step) for step in run.kept]
-    return perfectly_balanced(run.plans[job.warm_up :], job.model, repeats).ns_per_token
 
 
 def _unmasked(job: Job) -> float:

@@ -12,7 +12,8 @@ import numpy.typing as npt
 from wlb_megatron.pipeline.orders import documents_in_chunks
 from wlb_megatron.plan import IterationPlan
 from wlb_megatron.sharding.segments import ShardPlan
-from wlb_megatron.simulator.iteration import Orders, Shards, Simulated
+from wlb_megatron.simulator.iteration import Orders, Simulated
+from wlb_megatron.simulator.job import Job, Run
 from wlb_megatron.workload.cost_model import UNITS_PER_TOKEN, CostModel
 from wlb_megatron.workload.model import Layout
 
@@ -136,35 +137,25 @@ def waiting(simulated: Simulated, layout: Layout) -> dict[str, float]:
     return {name: float((ns / ideal).mean()) for name, ns in shares.items()}
 
 
-def measure(
-    plans: Sequence[IterationPlan],
-    shards: Shards | None,
-    simulated: Simulated,
-    cost: CostModel,
-    layout: Layout,
-    window: int,
-    split_at: int | None = None,
-    orders: Orders = (),
-) -> Measured:
-    """Gather the figures of a run's last iterations. shards (None: dynamic groups), simulated and orders (see Measured)
-    are theirs; plans are those of all. split_at: tokens at which documents were split (default: the window)."""
-    unit = split_at or window
-    record = Measured(simulated, layout, window, orders=orders)
+def measure(job: Job, run: Run) -> Measured:
+    """Gather the figures of a run's timed iterations."""
+    cost, unit = job.cost(run.config), job.longest(run.config)  # tokens at which documents were split
+    orders = () if run.shards is None else job.orders(run.timed_plans)
+    record = Measured(run.simulated, job.model.layout, job.window, orders=orders)
     entered: dict[tuple[int, int, int], int] = {}
-    first = len(plans) - len(simulated.steps)
-    for place, plan in enumerate(plans):
+    for place, plan in enumerate(run.plans, -job.warm_up):
         for piece in plan.arrived:
             entered[piece.epoch, piece.document, piece.start // unit] = plan.iteration
         for piece in (piece for row in plan.micro_batches for m in row for piece in m.pieces):
-            # A cut leaves the parts inside the piece that arrived, which began at a multiple of `split_at`.
+            # A cut leaves the parts inside the piece that arrived, which began at a multiple of `unit`.
             arrival = entered[piece.epoch, piece.document, piece.start // unit]
-            if place >= first:
+            if place >= 0:
                 record.delays[plan.iteration - arrival] += piece.tokens
         queue = {(p.epoch, p.document, p.start // unit): None for p in plan.waiting}
         entered = {key: entered[key] for key in queue}
-        if place >= first:
-            _add(record, plan, None if shards is None else shards[place - first], cost)
-    record.padding = int(simulated.tokens.sum()) - record.tokens
+        if place >= 0:
+            _add(record, plan, None if run.shards is None else run.shards[place], cost)
+    record.padding = int(run.simulated.tokens.sum()) - record.tokens
     return record
 
 

@@ -7,8 +7,8 @@ from textwrap import wrap
 from typing import Any
 
 from wlb_megatron.analyze.comparison import KEPT, NOISE, STEADY, Analysis, Gain, Trade
+from wlb_megatron.analyze.fits import Recomputed
 from wlb_megatron.analyze.measure import Measured, spread
-from wlb_megatron.analyze.recomputation import Recomputed
 from wlb_megatron.analyze.search import Found, Searched
 from wlb_megatron.arguments import flags_of, renamed
 from wlb_megatron.documents.corpus import blocks
@@ -68,42 +68,35 @@ def as_json(analysis: Analysis) -> dict[str, Any]:
 
 
 def _search(searched: Searched) -> dict[str, Any]:
-    def row(setting: Found) -> dict[str, Any]:
-        return {
-            "flags": setting.flags,
-            "tokens_per_second": setting.tokens_per_second,
-            "slowest_ms": setting.slowest,
-            "memory_gib": setting.memory / GIB,
-            "why": setting.why,
-        }
-
-    start = searched.given
     return {
         "tried": searched.tried,
-        "given": None if start is None else row(start),
-        "best": [row(setting) for setting in searched.best],
+        "given": searched.given and _found(searched.given),
+        "best": [_found(setting) for setting in searched.best],
+    }
+
+
+def _found(setting: Found) -> dict[str, Any]:
+    return {
+        "flags": setting.flags,
+        "tokens_per_second": setting.tokens_per_second,
+        "slowest_ms": setting.slowest,
+        "memory_gib": setting.memory / GIB,
+        "why": setting.why,
     }
 
 
 def _epoch(analysis: Analysis) -> dict[str, Any]:
     """Steps and tokens of an epoch, and how long the run takes in arrival order and as set (days)."""
-    job = analysis.job
-    windows = job.micro_batches * job.model.layout.data
+    job, steps = analysis.job, analysis.job.run_steps
     tokens = int(analysis.lengths.sum())
-    steps = job.length.steps(windows)
+    epoch = tokens / (job.micro_batches * job.model.layout.data * job.window)
     days = [steps and steps * float(m.steps.mean()) / 86_400_000 for m in (analysis.before, analysis.after)]
-    return {"tokens": tokens, "steps": tokens / (windows * job.window), "run_steps": steps, "run_days": days}
+    return {"tokens": tokens, "steps": epoch, "run_steps": steps, "run_days": days}
 
 
 def _gain(gain: Gain) -> dict[str, Any]:
-    return {
-        "name": gain.name,
-        "alone": gain.alone,
-        "by_token": gain.by_token,
-        "equal_work": gain.equal_work,
-        "slowest": gain.slowest,
-        "fullest": gain.fullest,
-    }
+    names = ("name", "alone", "by_token", "equal_work", "slowest", "fullest")
+    return {name: getattr(gain, name) for name in names}
 
 
 def figures(record: Measured, *, equal_weights: bool = False) -> dict[str, Any]:
@@ -266,20 +259,20 @@ def _job_lines(analysis: Analysis, report: dict[str, Any]) -> list[str]:
         else f"kernel times of {analysis.job.model.measured.device}; other rates are assumed (--help)",
         f"network assumed: {analysis.job.model.assumptions.network_rate * 8e-9:,.0f} Gbit/s a GPU between nodes of "
         f"{analysis.job.model.assumptions.node} (--network-gbps)",
-        *_run_lines(report["epoch"]),
+        _run_line(report["epoch"]),
         *map(renamed, analysis.messages),
         *_memory_lines(analysis),
     ]
 
 
-def _run_lines(epoch: dict[str, Any]) -> list[str]:
+def _run_line(epoch: dict[str, Any]) -> str:
     line = f"an epoch takes {epoch['steps']:,.1f} steps"
-    if epoch["run_steps"]:
-        before, after = epoch["run_days"]
-        line += (
-            f"; {epoch['run_steps']:,} steps take {before:,.2f} days in arrival order, {after:,.2f} as set"
-        )
-    return [line]
+    if not epoch["run_steps"]:
+        return line
+    before, after = epoch["run_days"]
+    return (
+        f"{line}; {epoch['run_steps']:,} steps take {before:,.2f} days in arrival order, {after:,.2f} as set"
+    )
 
 
 def _memory_lines(analysis: Analysis) -> list[str]:

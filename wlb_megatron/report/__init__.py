@@ -1,1 +1,1 @@
-"""Tables, pictures and pages for people."""
+"""Tables and pictures for people."""

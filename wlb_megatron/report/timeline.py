@@ -153,11 +153,8 @@ def _repeated(plan: Drawn, stages: int) -> npt.NDArray[np.float64]:
 
 def _colors(plan: Drawn) -> dict[int, int]:
     """Of each document in chunks, in order, which of ten hues it has; neighbors differ."""
-    return {document: number % 10 for number, document in enumerate(_in_chunks(plan.documents))}
-
-
-def _in_chunks(documents: Sequence[int]) -> list[int]:
-    return [document for document in dict.fromkeys(documents) if document >= 0]
+    in_chunks = (document for document in dict.fromkeys(plan.documents) if document >= 0)
+    return {document: number % 10 for number, document in enumerate(in_chunks)}
 
 
 def _legend(plan: Drawn) -> list[str]:
@@ -185,8 +182,12 @@ def chrome_trace(
     events: list[dict[str, Any]] = []
     legend: dict[str, str] = {}
     for rank, group in enumerate(groups):
-        of = documents[rank] if documents else ()
-        letters = _letters(of)
+        numbered = enumerate(documents[rank] if documents else ())
+        chunks_of = {micro_batch: document for micro_batch, document in numbered if document >= 0}
+        in_chunks = dict.fromkeys(chunks_of.values())
+        letters = {document: letter(number) for number, document in enumerate(in_chunks)}
+        labels = {micro_batch: f" ({letters[document]})" for micro_batch, document in chunks_of.items()}
+        marks = {micro_batch: {"document_in_chunks": document} for micro_batch, document in chunks_of.items()}
         legend |= {f"data-parallel rank {rank}, ({x})": f"document {d} in chunks" for d, x in letters.items()}
         events.append(_named("process_name", rank, 0, f"data-parallel rank {rank} ({name})"))
         for stage in sorted({event.stage for event in group}):
@@ -195,7 +196,7 @@ def chrome_trace(
             {
                 "name": f"{'B' if event.backward else 'F'}{event.micro_batch}"
                 + (f".{event.chunk}" if event.chunk else "")
-                + _label(of, event.micro_batch, letters),
+                + labels.get(event.micro_batch, ""),
                 "cat": "backward" if event.backward else "forward",
                 "ph": "X",
                 "ts": event.start / 1000,
@@ -203,7 +204,7 @@ def chrome_trace(
                 "pid": rank,
                 "tid": event.stage,
                 "args": {"micro_batch": event.micro_batch, "chunk": event.chunk}
-                | _document(of, event.micro_batch),
+                | marks.get(event.micro_batch, {}),
             }
             for event in group
         ]
@@ -211,22 +212,9 @@ def chrome_trace(
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other_data}
 
 
-def _letters(documents: Sequence[int]) -> dict[int, str]:
-    """A letter for each document in chunks, in order: A, B, .. Z, AA, AB, .. Viewers leave digits out of colors."""
-    return {document: _letter(number) for number, document in enumerate(_in_chunks(documents))}
-
-
-def _letter(number: int) -> str:
-    return (_letter(number // 26 - 1) if number >= 26 else "") + chr(ord("A") + number % 26)
-
-
-def _document(documents: Sequence[int], micro_batch: int) -> dict[str, int]:
-    in_chunks = 0 <= micro_batch < len(documents) and documents[micro_batch] >= 0
-    return {"document_in_chunks": documents[micro_batch]} if in_chunks else {}
-
-
-def _label(documents: Sequence[int], micro_batch: int, letters: dict[int, str]) -> str:
-    return "".join(f" ({letters[document]})" for document in _document(documents, micro_batch).values())
+def letter(number: int) -> str:
+    """A document's letter: A, B, .. Z, AA, AB, .. Viewers leave digits out of colors."""
+    return (letter(number // 26 - 1) if number >= 26 else "") + chr(ord("A") + number % 26)
 
 
 def _named(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:

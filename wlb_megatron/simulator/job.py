@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
@@ -13,7 +14,7 @@ from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.corpus import Corpus, Lengths, Rules
 from wlb_megatron.documents.lengths import longest_whole
 from wlb_megatron.documents.stream import DocumentStream
-from wlb_megatron.dynamic.plan import GroupCost, Stage, StepPlan, fixed_groups, group_cost, token_ns
+from wlb_megatron.dynamic.plan import Stage, StepPlan, fixed_groups, group_cost, token_ns
 from wlb_megatron.dynamic.plan_step import plan_step
 from wlb_megatron.errors import WlbError, explain_bad_values
 from wlb_megatron.packing.chunk_packer import ChunkPacker
@@ -21,36 +22,22 @@ from wlb_megatron.packing.factory import nothing_predicted, plan_job, sample_len
 from wlb_megatron.packing.limits import MARGIN, GpuMemory, Trainer, no_memory_for_chunks, with_lmax
 from wlb_megatron.packing.packer import PackingJob
 from wlb_megatron.packing.planner import Planner
+from wlb_megatron.pipeline.kept_layers import recomputed_array
 from wlb_megatron.pipeline.step_law import StageRoom
 from wlb_megatron.plan import IterationPlan
 from wlb_megatron.sharding.alignment import multiple
 from wlb_megatron.sharding.cut import orders_of
-from wlb_megatron.simulator.groups import simulate_groups
-from wlb_megatron.simulator.iteration import Orders, Shards, Simulated
+from wlb_megatron.simulator.iteration import Orders, Recomputed, Shards, Simulated
 from wlb_megatron.simulator.model import LayerModel
-from wlb_megatron.simulator.plan_times import Kept, PlanTimes
+from wlb_megatron.simulator.plan_times import Kept, PlanTimes, simulate_groups
 from wlb_megatron.workload.cost_model import CostModel, document_cost, quadratic_at
 from wlb_megatron.workload.kernel_table import h100
-from wlb_megatron.workload.memory import GIB, StageMemory
+from wlb_megatron.workload.memory import GIB
 from wlb_megatron.workload.model import WHOLE
 from wlb_megatron.workload.profile import Profile
 
 DEFAULT_GIB = 80.0
 """GPU memory for which `analyze` says what fits, if no flag gives one."""
-
-
-@dataclass(frozen=True)
-class RunLength:
-    """How long a run trains, by Megatron's flags. iterations: --train-iters. samples: windows, --train-samples."""
-
-    iterations: int | None = None
-    samples: int | None = None
-
-    def steps(self, windows: int) -> int | None:
-        """Steps of the run, each of so many windows. None if no flag says it."""
-        if self.iterations is None and self.samples is not None:
-            return -(-self.samples // windows)
-        return self.iterations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +52,7 @@ class Job:
     * gib: memory of a GPU, by which Lmax is set; None: Lmax ignores memory. margin: share of it that is left free.
     * messages: lines to show the user.
     * corpora: of a blend, in the order and by the weights of training; (): one corpus, of the lengths alone.
-    * length: of the run.
+    * run_steps: of the whole run, None if no flag says how many.
     * quick: plan without learning from a sample of the documents, and one data-parallel rank's kept layers for all.
     """
 
@@ -81,7 +68,7 @@ class Job:
     margin: float = MARGIN
     messages: tuple[str, ...] = ()
     corpora: tuple[Corpus, ...] = ()
-    length: RunLength = field(default_factory=RunLength)
+    run_steps: int | None = None
     quick: bool = False
     micro_batch_size: int = 1
 
@@ -99,16 +86,15 @@ class Job:
         shape.
         """
         model, shape, costs = self.model, self.model.shape, self.model.costs
-        own = model.cost()
         if costs is not None:
-            at, document = costs.quadratic_at, costs.per_document
+            crossing, document = costs.quadratic_at, costs.per_document
         else:
             heads = {"heads": shape.heads, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim}
-            at = quadratic_at(shape.heads * shape.head_dim, shape.layer_parameters)
+            crossing = quadratic_at(shape.heads * shape.head_dim, shape.layer_parameters)
             document = document_cost(h100().scaled(**heads).segment, shape.layer_parameters)
         return replace(
-            own.with_micro_batch_cost(config.micro_batch_cost),
-            quadratic_at=at if config.quadratic_at is None else config.quadratic_at,
+            model.cost().with_micro_batch_cost(config.micro_batch_cost),
+            quadratic_at=crossing if config.quadratic_at is None else config.quadratic_at,
             per_document=document if config.document_cost is None else config.document_cost,
         )
 
@@ -155,33 +141,27 @@ class Job:
                 times=self.times(config),
                 say=say,
             )
-            return plan_job(stream, packing, memory=self.memory(self.gib or DEFAULT_GIB))
+            return plan_job(stream, packing, memory=self.memory)
 
     def with_lmax(self, config: WlbConfig) -> WlbConfig:
         """The settings with the Lmax that memory allows, if memory is given. WlbError if nothing fits."""
         if self.gib is not None and (problem := self.weights_problem()):
             raise WlbError(problem)
-        memory = None if self.gib is None else self.memory(self.gib)
-        if memory is None or config.fixed_windows:
+        if self.gib is None or self.memory is None or config.fixed_windows:
             return config
-        return with_lmax(config, memory, self.joined_window, self.trainer.chunks_refused(config.chunks))
+        return with_lmax(config, self.memory, self.joined_window, self.trainer.chunks_refused(config.chunks))
 
     def no_chunks(self, config: WlbConfig) -> list[tuple[str, str]]:
         """(flag, cure) of each setting that cannot be combined with chunks. config: with Lmax."""
-        memory = self.memory(self.gib or DEFAULT_GIB)
         return [
             *self.trainer.chunks_refused(config.chunks),
-            *no_memory_for_chunks(self.with_lmax(config), memory),
+            *no_memory_for_chunks(self.with_lmax(config), self.memory),
         ]
 
-    def memory(self, gib: float) -> GpuMemory | None:
-        """By which plans are made. None with experts, as in training: how many tokens they get is assumed (`gpu`)."""
-        return None if self.trainer.experts else self._gpu(gib)
-
     @property
-    def gpu(self) -> GpuMemory:
-        """A GPU's memory, of the size given or assumed."""
-        return self._gpu(self.gib or DEFAULT_GIB)
+    def memory(self) -> GpuMemory | None:
+        """By which plans are made. None with experts, as in training: how many tokens they get is assumed (`gpu`)."""
+        return None if self.trainer.experts else self.gpu
 
     def fullest(self, run: Run) -> tuple[int, int] | None:
         """Bytes of the fullest GPU, and of its weights, gradients and optimizer state.
@@ -193,9 +173,8 @@ class Job:
             return None
         memory = self.gpu
         if run.kept is not None:
-            gpu = memory
             stages = [(stage, kept) for step in run.kept for rank in step for stage, kept in enumerate(rank)]
-            return max((gpu.weights(stage) + kept.peak, gpu.weights(stage)) for stage, kept in stages)
+            return max((memory.weights(stage) + kept.peak, memory.weights(stage)) for stage, kept in stages)
         packer = run.planner.packer
         chunked, whole = memory.needed(replace(run.config, max_tokens=packer.max_tokens), self.joined_window)
         weights = max(memory.weights(stage) for stage in range(self.model.layout.pipeline))
@@ -203,15 +182,15 @@ class Job:
 
     def weights_problem(self) -> str | None:
         """A line with the figure and the cure, if weights, gradients and optimizer state alone do not fit a GPU."""
-        gpu = self._gpu(self.gib or DEFAULT_GIB)
-        problem = gpu.weights_problem()
+        problem = self.gpu.weights_problem()
         assumed = (
             f" ({DEFAULT_GIB:g} GiB a GPU is assumed; --gpu-memory changes it)" if self.gib is None else ""
         )
         return problem and f"will not run: {problem}{assumed}"
 
-    def _gpu(self, gib: float) -> GpuMemory:
-        """The GPU's memory as training counts it."""
+    @cached_property
+    def gpu(self) -> GpuMemory:
+        """A GPU's memory as training counts it, of the size given or assumed."""
         model, layout, further = self.model, self.model.layout, self.trainer.mtp
         stages = tuple(
             tuple(model.layers_of(p, c) for c in range(layout.virtual)) for p in range(layout.pipeline)
@@ -236,7 +215,11 @@ class Job:
             keep_keys=not model.regather,
         )
         return GpuMemory(
-            *(int(gib * GIB), replace(model.shape, layers=fullest, losses=1 + further), kept),
+            *(
+                int((self.gib or DEFAULT_GIB) * GIB),
+                replace(model.shape, layers=fullest, losses=1 + further),
+                kept,
+            ),
             *(self.joined_window, self.alignment, self.margin),
             **counted,
         )
@@ -251,14 +234,15 @@ class Job:
             plans.append(plan)
             progress()
         with explain_bad_values():
+            timed = plans[self.warm_up :]
             if config.cp_mode == "dynamic":
-                steps = self.groups(plans[self.warm_up :], planner, config)
-                return Run(config, plans, planner, tuple(messages), *steps)
-            return self.cut(Run(config, plans, planner, tuple(messages)), config)
+                simulated, steps = self.groups(timed, planner, config)
+                return Run(config, plans, planner, tuple(messages), simulated, steps=steps)
+            return Run(config, plans, planner, tuple(messages), *self.times(config).simulated(timed))
 
     def cut(self, run: Run, config: WlbConfig) -> Run:
         """The same plans, sharded by these settings and timed."""
-        simulated, shards, kept = self.times(config).simulated(run.plans[self.warm_up :])
+        simulated, shards, kept = self.times(config).simulated(run.timed_plans)
         return replace(run, config=config, simulated=simulated, shards=shards, kept=kept)
 
     def times(self, config: WlbConfig) -> PlanTimes:
@@ -281,33 +265,30 @@ class Job:
         """What the first and the last stage can keep of a step, None where steps run the flags."""
         return self.gpu.rooms() if self.plans_recomputation(config) else None
 
-    def stages(self) -> tuple[list[StageMemory], list[int]]:
-        """What each pipeline stage holds of a step, and its bytes for that."""
-        gpu, stages = self._gpu(self.gib or DEFAULT_GIB), range(self.model.layout.pipeline)
-        return [gpu.stage(stage) for stage in stages], [gpu.available(stage) for stage in stages]
-
-    def kept_layers(self, plans: Sequence[IterationPlan], config: WlbConfig) -> Kept | None:
-        """Kept layers [iteration][dp][stage], None where steps run the flags."""
-        return self.times(config).kept_layers(plans)
-
     def groups(
         self, plans: Sequence[IterationPlan], planner: Planner, config: WlbConfig
-    ) -> tuple[Simulated, None, list[StepPlan]]:
+    ) -> tuple[Simulated, list[StepPlan]]:
         """Dynamic groups of each iteration as rank 0 plans them in training, and their times."""
-        model, layout = self.model, self.model.layout
-        at = self.cost(config).quadratic_at
-        cost, stage = group_costs(model, at, planner.packer.max_tokens, self.alignment)
-        cost = replace(cost, sharding=config.sharding)
+        model, layout, shape = self.model, self.model.layout, self.model.shape
+        lmax = planner.packer.max_tokens // self.alignment * self.alignment
+        stage = Stage.of(layout.context, layout.data, lmax)
+        table = (model.measured if model.costs is None else model.costs.table).scaled(
+            heads=shape.heads // layout.tensor,
+            kv_heads=max(1, shape.kv_heads // layout.tensor),
+            head_dim=shape.head_dim,
+        )
+        cost = group_cost(
+            *(table, token_ns(table, self.cost(config).quadratic_at), stage.sizes),
+            tensor=layout.tensor,
+            assumptions=model.assumptions,
+            sharding=config.sharding,
+        )
         steps, tokens = [], []
         for plan in plans:
-            held = [
-                piece.tokens
-                for row in plan.micro_batches
-                for micro_batch in row
-                for piece in micro_batch.pieces
-            ]
-            made = plan_step(
-                held,
+            rows = plan.micro_batches
+            documents = [piece.tokens for row in rows for micro_batch in row for piece in micro_batch.pieces]
+            outcome = plan_step(
+                documents,
                 stage,
                 cost,
                 fixed=fixed_groups(plan, layout.context),
@@ -315,9 +296,9 @@ class Job:
                 pipeline=layout.pipeline,
                 multiple=layout.micro_step_multiple,
             )
-            steps.append(made.plan)
-            tokens.append(held)
-        return simulate_groups(steps, tokens, model, cost), None, steps
+            steps.append(outcome.plan)
+            tokens.append(documents)
+        return simulate_groups(steps, tokens, model, cost), steps
 
     def orders(self, plans: Sequence[IterationPlan]) -> Orders:
         return orders_of(plans, in_step=self.trainer.in_step)
@@ -335,27 +316,16 @@ class Run:
     plans: Sequence[IterationPlan]
     planner: Planner
     messages: tuple[str, ...]
-    simulated: Simulated | None = None
+    simulated: Simulated
     shards: Shards | None = None
-    steps: Sequence[StepPlan] | None = None
     kept: Kept | None = None
+    steps: Sequence[StepPlan] | None = None
 
     @property
-    def timed(self) -> Simulated:
-        assert self.simulated is not None
-        return self.simulated
+    def timed_plans(self) -> Sequence[IterationPlan]:
+        return self.plans[-len(self.simulated.steps) :]
 
-
-def group_costs(
-    model: LayerModel, quadratic_at: float, longest: int, alignment: int
-) -> tuple[GroupCost, Stage]:
-    """The costs by which training plans dynamic groups. longest: Lmax, tokens of a micro-batch."""
-    shape, layout = model.shape, model.layout
-    stage = Stage.of(layout.context, layout.data, longest // alignment * alignment)
-    table = (model.measured if model.costs is None else model.costs.table).scaled(
-        heads=shape.heads // layout.tensor,
-        kv_heads=max(1, shape.kv_heads // layout.tensor),
-        head_dim=shape.head_dim,
-    )
-    ns = token_ns(table, quadratic_at)
-    return group_cost(table, ns, stage.sizes, tensor=layout.tensor, assumptions=model.assumptions), stage
+    @property
+    def recomputed(self) -> Recomputed | None:
+        """Layers that micro-batches recompute, None where steps run the flags."""
+        return None if self.kept is None else [recomputed_array(step) for step in self.kept]

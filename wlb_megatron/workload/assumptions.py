@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from wlb_megatron.workload.costs import Costs
 from wlb_megatron.workload.kernel_table import KernelTable
 
 
@@ -84,6 +85,13 @@ class Assumptions:
     def of_gpu(name: str) -> Assumptions:
         """Rates of a GPU by its driver's name: fitted to an H200's measured times, else those assumed for an H100."""
         return Assumptions(**H200) if "H200" in name else Assumptions()
+
+    def with_links(self, costs: Costs | None) -> Assumptions:
+        """The same with NVLink's rate and latency from a profile's all-gather, if it has one."""
+        link = ((costs and costs.links) or {}).get("all_gather")
+        if link is None:
+            return self
+        return replace(self, nvlink_rate=1e9 / link.per_byte, nvlink_latency=link.latency / 1e9)
 
     def ring_rate(self, size: int, stride: int) -> float:
         """Bytes/s through each GPU of a ring of `size` ranks that lie `stride` GPUs apart.

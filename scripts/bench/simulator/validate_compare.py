@@ -15,8 +15,8 @@ from scripts.bench.start import STEP
 from scripts.csv_files import write_csv
 from wlb_megatron.sharding.alignment import padded
 from wlb_megatron.sharding.select import shard_all
-from wlb_megatron.simulator.calibration import calibrated
 from wlb_megatron.simulator.iteration import Shards, Simulated, simulate
+from wlb_megatron.simulator.job_flags import calibrated
 from wlb_megatron.simulator.model import LayerModel
 from wlb_megatron.whole_files import renamed_at_end
 from wlb_megatron.workload.assumptions import Assumptions

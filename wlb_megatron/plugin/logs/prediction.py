@@ -23,11 +23,9 @@ from wlb_megatron.plugin.logs.reporting import never_fatal
 from wlb_megatron.plugin.micro_batches.planning import ShardSettings
 from wlb_megatron.sharding.cut import cut, pad
 from wlb_megatron.sharding.segments import ShardPlan
-from wlb_megatron.simulator.calibration import with_links
-from wlb_megatron.simulator.groups import simulate_groups
 from wlb_megatron.simulator.iteration import cut_of, run_steps
 from wlb_megatron.simulator.model import LayerModel, Times
-from wlb_megatron.simulator.plan_times import PlanTimes
+from wlb_megatron.simulator.plan_times import PlanTimes, simulate_groups
 from wlb_megatron.workload.assumptions import Assumptions
 from wlb_megatron.workload.cost_model import CostModel
 from wlb_megatron.workload.kernel_table import KernelTable, h100
@@ -255,7 +253,7 @@ def layer_model(job: TrainingJob, table: KernelTable | None = None) -> LayerMode
     return LayerModel(
         shape=shape,
         layout=layout,
-        assumptions=with_links(Assumptions.of_gpu(kernel_table.device), job.costs),
+        assumptions=Assumptions.of_gpu(kernel_table.device).with_links(job.costs),
         measured=kernel_table,
         costs=job.costs,
         recompute=job.sizes.recompute,

@@ -38,7 +38,6 @@ from wlb_megatron.plugin.micro_batches.planning import (
 from wlb_megatron.plugin.plans.source import Source
 from wlb_megatron.plugin.stores import PlanStore
 from wlb_megatron.sharding.cut import cut, pad
-from wlb_megatron.simulator.calibration import with_links
 from wlb_megatron.workload.assumptions import Assumptions
 from wlb_megatron.workload.kernel_table import KernelTable
 
@@ -92,7 +91,7 @@ def training_plans(
     cost = group_cost(
         *(shards.table, per_token, stage.sizes),
         tensor=sizes.tensor,
-        assumptions=with_links(Assumptions(), job.costs),
+        assumptions=Assumptions().with_links(job.costs),
         sharding=shards.sharding,
     )
     group_planner = None
