@@ -17,10 +17,10 @@ from wlb_megatron.attention import kv_exchange
 from wlb_megatron.attention.device_layout import device_layout
 from wlb_megatron.attention.kernels.torch_backend import TorchKernels
 from wlb_megatron.attention.sharded_attention import LayerSettings, sharded_attention
-from wlb_megatron.sharding.alignment import padding
 from wlb_megatron.sharding.attention_calls import attention_layout
+from wlb_megatron.sharding.cut import shard
 from wlb_megatron.sharding.segments import ShardPlan
-from wlb_megatron.sharding.select import shard
+from wlb_megatron.sharding.slots import padding
 
 torch.set_num_threads(1)
 SCALE = 0.37
@@ -160,6 +160,12 @@ def _thread_all_to_all(sent, send_counts, recv_counts, member, hidden):
 
 _real_all_to_all = kv_exchange._all_to_all
 kv_exchange._all_to_all = _thread_all_to_all
+
+
+def cached_bytes(caches=kv_exchange._caches):
+    """Bytes of keys that layers keep for later chunks, gradients included."""
+    entries = [entry for cache in caches for entry in cache._entries.values()]
+    return sum(x.numel() * x.element_size() for e in entries for x in (e.kv, e.grad) if x is not None)
 
 
 def on_all_ranks(

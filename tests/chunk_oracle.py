@@ -4,14 +4,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from attention_oracle import SCALE, Member, Tensors, ThreadGroup, random_tensors
+from attention_oracle import SCALE, Member, Tensors, ThreadGroup, cached_bytes, random_tensors
 from hypothesis import strategies as st
 from plan_checks import validate
 from torch.utils.checkpoint import checkpoint
 
 from wlb_megatron.attention.device_layout import device_layout
 from wlb_megatron.attention.kernels.torch_backend import TorchKernels
-from wlb_megatron.attention.key_cache import KeyCache
+from wlb_megatron.attention.kv_exchange import KeyCache
 from wlb_megatron.attention.sharded_attention import LayerSettings, sharded_attention
 from wlb_megatron.pipeline.orders import links_of
 from wlb_megatron.plan import PADDING, Piece
@@ -122,8 +122,8 @@ class Iteration:
                 out.backward(x.dout[rows])
             else:
                 done[index] = self._forward(index, rank, group, x, layer, cache, sink)
-            held.append(cache.bytes)
-        assert cache.bytes == 0 and not cache._entries and not cache._recorded
+            held.append(cached_bytes([cache]))
+        assert not cache._entries and not cache._recorded
         results = [(rows, out.detach(), *(t.grad for t in inputs)) for rows, out, inputs in done.values()]
         return results, None if sink is None else sink.grad, held
 

@@ -5,11 +5,10 @@ from itertools import pairwise
 import numpy as np
 from hypothesis import strategies as st
 
-from wlb_megatron.sharding.alignment import padding
 from wlb_megatron.sharding.attention_calls import attention_layout
 from wlb_megatron.sharding.hybrid import hybrid
 from wlb_megatron.sharding.segments import ShardPlan
-from wlb_megatron.sharding.slots import PieceList
+from wlb_megatron.sharding.slots import PieceList, padding
 
 
 def mix(lengths, cp_size, table, prefixes=None):

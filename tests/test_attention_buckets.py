@@ -30,10 +30,9 @@ from wlb_megatron.plugin.micro_batches.planning import ShardSettings
 from wlb_megatron.plugin.step import rehearsal
 from wlb_megatron.plugin.step.rehearsal import GraphSizes, build_graphs, likeliest_first
 from wlb_megatron.registry import SHARDINGS
-from wlb_megatron.sharding.alignment import padding
 from wlb_megatron.sharding.attention_calls import attention_layout
-from wlb_megatron.sharding.cut import in_fewest_calls
-from wlb_megatron.sharding.select import shard
+from wlb_megatron.sharding.cut import in_fewest_calls, shard
+from wlb_megatron.sharding.slots import padding
 from wlb_megatron.workload.kernel_table import h100
 
 

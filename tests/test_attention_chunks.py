@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.distributed as dist
-from attention_oracle import SCALE, Member, ThreadGroup, largest_error, one_document_at_a_time
+from attention_oracle import SCALE, Member, ThreadGroup, cached_bytes, largest_error, one_document_at_a_time
 from chunk_oracle import Iteration, Layer, WithRoomToSpare, iterations, shard_plans
 from forked_ranks import spawn
 from hypothesis import given, settings
@@ -15,7 +15,7 @@ from megatron_runs import free_port
 
 from wlb_megatron.attention.device_layout import device_layout
 from wlb_megatron.attention.kernels.torch_backend import TorchKernels
-from wlb_megatron.attention.key_cache import KeyCache, cached_bytes, clear_caches
+from wlb_megatron.attention.kv_exchange import KeyCache, clear_caches
 from wlb_megatron.attention.sharded_attention import LayerSettings, sharded_attention
 from wlb_megatron.pipeline.orders import grouped_orders, groups
 from wlb_megatron.plan import Piece
@@ -149,9 +149,9 @@ def test_a_failed_step_leaves_nothing_behind_once_caches_are_cleared():
     member = Member(ThreadGroup(1), 0)
     with pytest.raises(AssertionError):
         iteration.on_rank(0, member, x, Layer(order=[(0, False), (1, False)]), cache)
-    assert cached_bytes() == cache.bytes > 0
+    assert cached_bytes() == cached_bytes([cache]) > 0
     clear_caches()
-    assert cached_bytes() == cache.bytes == 0
+    assert cached_bytes() == cached_bytes([cache]) == 0
     # And the next step is as if nothing had been.
     again, fresh = (
         [tensor for row in iteration.on_rank(0, member, x, Layer(), keys)[0] for tensor in row]

@@ -30,8 +30,8 @@ from wlb_megatron.attention.kernels.torch_backend import TorchKernels
 from wlb_megatron.attention.sharded_attention import LayerSettings, sharded_attention
 from wlb_megatron.registry import SHARDINGS
 from wlb_megatron.sharding.attention_calls import attention_layout
+from wlb_megatron.sharding.cut import shard
 from wlb_megatron.sharding.segments import ShardPlan
-from wlb_megatron.sharding.select import shard
 
 EXACT = 1e-10
 

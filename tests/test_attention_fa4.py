@@ -29,7 +29,7 @@ from hypothesis import given, settings
 from wlb_megatron.attention import sharded_attention
 from wlb_megatron.attention.device_layout import device_layout
 from wlb_megatron.sharding.attention_calls import attention_layout
-from wlb_megatron.sharding.select import shard
+from wlb_megatron.sharding.cut import shard
 
 NAME = "flash_attn.cute.interface"
 TILES = SimpleNamespace(m_block_size=8, n_block_size=16, dKV_swapAB=False)

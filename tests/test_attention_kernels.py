@@ -32,10 +32,10 @@ from wlb_megatron.attention.kernels.graph_buckets import Equal, bucket, repeated
 from wlb_megatron.attention.sharded_attention import LayerSettings, sharded_attention
 from wlb_megatron.documents.lengths import long_tailed
 from wlb_megatron.errors import WlbError
-from wlb_megatron.sharding.alignment import padding
 from wlb_megatron.sharding.attention_calls import attention_layout
+from wlb_megatron.sharding.cut import shard
 from wlb_megatron.sharding.segments import ShardPlan
-from wlb_megatron.sharding.select import shard
+from wlb_megatron.sharding.slots import padding
 
 
 def seen(mask, window, queries, keys):

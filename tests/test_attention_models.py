@@ -31,7 +31,8 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from wlb_megatron.attention.core_attention import packed_seq_params, window_of
 from wlb_megatron.plugin.model import spec
-from wlb_megatron.sharding.select import shard
+from wlb_megatron.sharding.attention_calls import attention_layout
+from wlb_megatron.sharding.cut import shard
 from wlb_megatron.workload.memory import layer_bytes
 from wlb_megatron.workload.model import Experts, Layout, Model
 
@@ -162,7 +163,7 @@ def test_packed_documents_compute_what_megatron_computes_for_each_alone(name):
 
     packed = build(True, **MODELS[name])
     plan = shard(lengths, 1, "per-document")
-    params = packed_seq_params(plan, 0, "cpu", window_of(packed.config))
+    params = packed_seq_params(attention_layout(plan, 0, window_of(packed.config)), "cpu")
     positions = torch.from_numpy(plan.positions(0))[None]
     got = packed(tokens, positions, None, packed_seq_params=params)[0]
     (got * weights).sum().backward()
@@ -207,7 +208,7 @@ def test_projections_split_and_rotated_in_one_kernel_change_no_bit(name, layers,
         monkeypatch.setattr(attention, "HAVE_FUSED_QKV_ROPE", fused)
         monkeypatch.setattr(attention, "apply_fused_qkv_rotary_pos_emb", kernel, raising=False)
         model = build(True, apply_rope_fusion=True, **MODELS[name])
-        params = packed_seq_params(plan, 0, "cpu", window_of(model.config))
+        params = packed_seq_params(attention_layout(plan, 0, window_of(model.config)), "cpu")
         out = model(tokens, torch.from_numpy(plan.positions(0))[None], None, packed_seq_params=params)
         out.square().sum().backward()
         results.append([out, *(parameter.grad for parameter in model.parameters())])

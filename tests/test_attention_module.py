@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from attention_oracle import Member, Tensors, ThreadGroup, one_document_at_a_time, random_tensors
+from chunk_oracle import cached_bytes
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
@@ -29,13 +30,14 @@ from wlb_megatron.attention.core_attention import (
 )
 from wlb_megatron.attention.kernels import kernel_choice
 from wlb_megatron.attention.kernels.kernel_choice import Layer, chosen, describe
-from wlb_megatron.attention.key_cache import cached_bytes, clear_caches
+from wlb_megatron.attention.kv_exchange import clear_caches
 from wlb_megatron.errors import WlbError
 from wlb_megatron.pipeline.orders import links_of
 from wlb_megatron.plan import Piece
 from wlb_megatron.profiler.profile_command import _backend
 from wlb_megatron.registry import KERNELS
-from wlb_megatron.sharding.select import shard, shard_all
+from wlb_megatron.sharding.attention_calls import attention_layout
+from wlb_megatron.sharding.cut import shard, shard_all
 from wlb_megatron.workload.profile import ProfiledModel
 
 HEADS, KV_HEADS, DIM = 4, 2, 4
@@ -72,20 +74,20 @@ def test_it_attends_within_documents_at_megatrons_scale_whatever_mask_stands_in(
     lengths = [5, 1, 10]
     x = random_tensors(16)
     expected, *_ = one_document_at_a_time(lengths, x, scale=DIM**-0.5)
-    params = packed_seq_params(shard(lengths, 1, "per-document"), 0, "cpu")
+    params = packed_seq_params(attention_layout(shard(lengths, 1, "per-document"), 0), "cpu")
     qkv, options = [t.unsqueeze(1) for t in (x.q, x.k, x.v)], {"attn_mask_type": AttnMaskType.causal}
     out = build()(*qkv, None, **options, attention_bias=None, packed_seq_params=params)
     assert out.shape == (16, 1, HEADS * DIM)
     assert (out - expected.flatten(1).unsqueeze(1)).abs().max() < 1e-12
     x = random_tensors(8)
-    params = packed_seq_params(shard([8], 1, "per-document"), 0, "cpu")
+    params = packed_seq_params(attention_layout(shard([8], 1, "per-document"), 0), "cpu")
     qkv = [t.unsqueeze(1) for t in (x.q, x.k, x.v)]
     plain = build()(*qkv, None, packed_seq_params=params)
     assert torch.equal(plain, build()(*qkv, torch.ones(1, dtype=torch.bool), packed_seq_params=params))
 
 
 def test_megatron_keeps_queries_apart_from_its_packed_format():
-    params = packed_seq_params(shard([8, 4], 2, "per-document"), 1, "cpu")
+    params = packed_seq_params(attention_layout(shard([8, 4], 2, "per-document"), 1), "cpu")
     assert isinstance(params, PackedSeqParams)
     assert params.qkv_format != "thd" and params.cu_seqlens_q is None and params.max_seqlen_q == 8
 
@@ -98,7 +100,7 @@ def test_without_a_plan_it_never_falls_back_to_the_parent(params):
 
 
 def test_a_batch_dimension_and_a_bias_are_refused():
-    params = packed_seq_params(shard([8], 1, "per-document"), 0, "cpu")
+    params = packed_seq_params(attention_layout(shard([8], 1, "per-document"), 0), "cpu")
     x = random_tensors(8)
     with pytest.raises(WlbError, match="one packed sequence"):
         build()(*(t.unsqueeze(1).expand(-1, 2, -1, -1) for t in (x.q, x.k, x.v)), packed_seq_params=params)
@@ -125,8 +127,7 @@ def test_what_it_cannot_do_is_refused_when_built(options, says):
 def test_a_machine_without_transformer_engine_or_megatron_imports_the_executor():
     code = (
         "import sys; sys.modules['transformer_engine'] = sys.modules['megatron'] = None\n"
-        "import wlb_megatron.attention.sharded_attention, wlb_megatron.attention.rope\n"
-        "import wlb_megatron.attention.kernels.torch_backend, wlb_megatron.attention.kv_exchange\n"
+        "import wlb_megatron.attention.sharded_attention, wlb_megatron.attention.kernels.torch_backend\n"
         "assert 'triton' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -168,7 +169,7 @@ def test_each_layer_keeps_the_keys_of_a_document_in_chunks_for_itself():
     qkv = [t.clone().requires_grad_() for t in (x.q, x.k, x.v)]
     outs = []
     for plan, rows in zip(plans, (slice(0, 9), slice(9, 16)), strict=True):
-        params = packed_seq_params(plan, 0, "cpu")
+        params = packed_seq_params(attention_layout(plan, 0), "cpu")
         # Two layers whose keys differ, each with its own of the first chunk.
         inputs = [t[rows].unsqueeze(1) for t in qkv]
         keys = [n * inputs[1] for n in (1, 2)]

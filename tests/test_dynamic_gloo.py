@@ -28,7 +28,7 @@ from wlb_megatron.dynamic.plan import Stage, group_cost
 from wlb_megatron.dynamic.plan_step import Outcome, plan_step
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.sharding.attention_calls import attention_layout
-from wlb_megatron.sharding.select import shard
+from wlb_megatron.sharding.cut import shard
 from wlb_megatron.workload.cost_model import CostModel
 from wlb_megatron.workload.kernel_table import KernelTable, h100
 

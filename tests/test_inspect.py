@@ -13,7 +13,8 @@ from packing_oracle import QUICK_PACKINGS
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
 from wlb_megatron.inspect_plans import inspect_plans
-from wlb_megatron.pipeline.kept_layers import Load, stage_orders
+from wlb_megatron.pipeline.kept_layers import Load
+from wlb_megatron.pipeline.orders import grouped_orders
 from wlb_megatron.registry import SHARDINGS
 from wlb_megatron.workload.memory import ModelChunk, StageMemory
 from wlb_megatron.workload.model import Layout
@@ -241,7 +242,7 @@ def test_kept_layers_of_the_json_fit_at_every_event_of_each_stage(name, reported
         for rank in range(dp):
             mine = [entry for entry in iteration["micro_batches"] if entry["dp"] == rank]
             loads, groups = _loads_of_json(mine, cp)
-            orders = stage_orders(len(stages), len(mine), vpp, groups)
+            orders = grouped_orders(len(stages), groups or (1,) * len(mine), vpp)
             for at, (order, (available, memory)) in enumerate(zip(orders, stages, strict=True)):
                 recomputed = [entry["recomputed"][at] for entry in mine]
                 floor = by_the_flags(loads, memory)

@@ -35,10 +35,9 @@ from wlb_megatron.plugin.logs.stragglers import CALIBRATION, WINDOW, Drift
 from wlb_megatron.plugin.micro_batches.planning import PlannedIteration, ShardSettings, plan_iterations
 from wlb_megatron.plugin.plans.source import open_part
 from wlb_megatron.report.terminal import duration
-from wlb_megatron.sharding.cut import orders_of
-from wlb_megatron.sharding.select import shard, shard_all
+from wlb_megatron.sharding.cut import orders_of, shard, shard_all
 from wlb_megatron.simulator.iteration import simulate
-from wlb_megatron.workload.costs import Costs
+from wlb_megatron.workload.cost_model import Costs
 from wlb_megatron.workload.fit import fit
 from wlb_megatron.workload.profile import FORMAT, ProfiledModel, host_name, write_profile
 

@@ -28,8 +28,7 @@ from wlb_megatron.plugin.step.multi_token import (
     wrap_track_metrics,
 )
 from wlb_megatron.refusals import Refused, refuse_unsupported
-from wlb_megatron.sharding.cut import pad
-from wlb_megatron.sharding.select import shard
+from wlb_megatron.sharding.cut import pad, shard
 
 SUMMARY = PlanSummary(0, 0, 0, 0, 1.0, 1.0, 1.0, 1, 0, 0.0, 0, 0)
 

@@ -22,12 +22,11 @@ from wlb_megatron.documents.corpus import Rules
 from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.plugin.micro_batches.planning import ShardSettings, plan_iterations
 from wlb_megatron.registry import SHARDINGS
-from wlb_megatron.sharding.alignment import padding
 from wlb_megatron.sharding.attention_calls import attention_layout
-from wlb_megatron.sharding.cut import MOST_KEYS, MOST_ROWS, in_fewest_calls
+from wlb_megatron.sharding.cut import MOST_KEYS, MOST_ROWS, in_fewest_calls, shard
 from wlb_megatron.sharding.predict import ONE_CALL, in_one_call, in_two_calls, predict, predict_all
 from wlb_megatron.sharding.segments import ShardPlan
-from wlb_megatron.sharding.select import shard
+from wlb_megatron.sharding.slots import padding
 from wlb_megatron.workload.kernel_table import h100
 
 EXACT = 1e-10

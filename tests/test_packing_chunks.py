@@ -25,6 +25,7 @@ from packing_oracle import (
 )
 from test_packing_plans import WINDOW, document_lengths, sizes
 
+from scripts.reproduce.compare import in_flight
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.corpus import Rules
 from wlb_megatron.documents.lengths import long_tailed
@@ -37,7 +38,7 @@ from wlb_megatron.packing.summary import Summariser
 from wlb_megatron.packing.varlen import arrange
 from wlb_megatron.packing.varlen.items import Item
 from wlb_megatron.packing.varlen.varlen_packer import VarlenPacker
-from wlb_megatron.pipeline.orders import documents_in_chunks, grouped_orders, groups, in_flight
+from wlb_megatron.pipeline.orders import documents_in_chunks, grouped_orders, groups
 from wlb_megatron.pipeline.step_law import FACTORS, StepLaw, most_held
 from wlb_megatron.plan import IterationPlan, MicroBatch, Piece
 from wlb_megatron.workload.cost_model import UNITS_PER_TOKEN, CostModel

@@ -26,7 +26,7 @@ from wlb_megatron.packing.packer import Waiting, decode, decode_windows, encode,
 from wlb_megatron.packing.varlen.items import Bins, Item
 from wlb_megatron.plan import Piece
 from wlb_megatron.registry import PACKERS
-from wlb_megatron.sharding.alignment import padding
+from wlb_megatron.sharding.slots import padding
 from wlb_megatron.workload.cost_model import CostModel
 
 

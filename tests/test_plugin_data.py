@@ -44,8 +44,7 @@ from wlb_megatron.plugin.micro_batches.loaded import DocumentRows, Layout, Packe
 from wlb_megatron.plugin.micro_batches.planning import PlanAhead, PlannedIteration, PlannedMicroBatch
 from wlb_megatron.plugin.step.pipeline_shapes import _drawn
 from wlb_megatron.refusals import Refused, RefusedHere
-from wlb_megatron.sharding.cut import pad
-from wlb_megatron.sharding.select import shard, shard_all
+from wlb_megatron.sharding.cut import pad, shard, shard_all
 
 SUMMARY = PlanSummary(0, 0, 0, 0, 1.0, 1.0, 1.0, 1, 0, 0.0, 0, 0)
 SHARDINGS = ["per-sequence", "per-document", "hybrid"]

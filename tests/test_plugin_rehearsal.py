@@ -12,7 +12,8 @@ import torch
 from megatron_runs import write_corpus
 
 from wlb_megatron.documents.blend import Blend
-from wlb_megatron.pipeline.kept_layers import plan_kept_layers, stage_orders
+from wlb_megatron.pipeline.kept_layers import plan_kept_layers
+from wlb_megatron.pipeline.orders import grouped_orders
 from wlb_megatron.plugin.micro_batches.loaded import Layout
 from wlb_megatron.plugin.micro_batches.planning import ShardSettings
 from wlb_megatron.plugin.step.rehearsal import KeptState, longest_micro_batches, rehearse, text
@@ -76,7 +77,7 @@ def test_a_hybrid_models_rehearsal_keeps_every_layer_that_memory_has_room_for(do
     (batch,) = longest_micro_batches(24, 16, settings, Layout(0, 1, 8, True), corpus).batches
     model = Model(hidden=64, ffn=256, layers=pattern, heads=4, kv_heads=2)
     memory = stage_memory(model, StageLayout(context=2, recompute="full"), 0, [pattern])
-    plan = plan_kept_layers(stage_orders(1, 1, 1, None)[0], batch.planned.loads, memory, 1 << 40)
+    plan = plan_kept_layers(grouped_orders(1, (1,))[0], batch.planned.loads, memory, 1 << 40)
     assert plan.fits and plan.recomputed == ((0,),)
 
 

@@ -31,8 +31,7 @@ from wlb_megatron.plugin.model.routing import (
     wrap_set_loss_scale,
     wrap_token_counts,
 )
-from wlb_megatron.sharding.cut import cut, pad
-from wlb_megatron.sharding.select import shard
+from wlb_megatron.sharding.cut import cut, pad, shard
 from wlb_megatron.workload.kernel_table import h100
 
 SUMMARY = PlanSummary(0, 0, 0, 0, 1.0, 1.0, 1.0, 1, 0, 0.0, 0, 0)

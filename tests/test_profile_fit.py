@@ -9,7 +9,7 @@ import pytest
 
 from wlb_megatron.errors import WlbError
 from wlb_megatron.profiler.points import GRIDS, attention_points
-from wlb_megatron.workload.costs import Curve
+from wlb_megatron.workload.cost_model import Curve
 from wlb_megatron.workload.fit import Device, Overheads, fit, leave_out, predicted
 from wlb_megatron.workload.kernel_table import h100
 from wlb_megatron.workload.model import Experts

@@ -14,9 +14,8 @@ from wlb_megatron.pipeline.kept_layers import (
     plan_kept_layers,
     plan_step_layers,
     recomputed_array,
-    stage_orders,
 )
-from wlb_megatron.pipeline.orders import Step
+from wlb_megatron.pipeline.orders import Step, grouped_orders
 from wlb_megatron.plan import MicroBatch, Piece
 from wlb_megatron.workload.memory import ModelChunk, StageMemory, UnlikeLayer
 
@@ -66,7 +65,7 @@ def case_of(seed: int, most: int, most_layers: int) -> Case:
     ends, loss = draw.randint(0, 30), draw.choice((0, draw.randint(0, 300)))
     sizes = {"ends": ends, "loss": loss, "keys": draw.randint(0, 10), "attended": draw.randint(0, 10)}
     memory = StageMemory(chunks=made, **sizes)
-    order = stage_orders(stages, count, chunks, groups)[draw.randrange(stages)]
+    order = grouped_orders(stages, groups or (1,) * count, chunks)[draw.randrange(stages)]
     return order, loads, memory
 
 
@@ -146,7 +145,7 @@ def test_more_memory_recomputes_no_more_work_but_for_a_tenth():
 def test_the_example_keeps_the_first_and_the_last_micro_batch():
     chunk = ModelChunk(layers=1, recomputed=1, kept=10, input=1, floor=1)
     loads = [Load(tokens, tokens) for tokens in (4, 4, 8)]
-    order = stage_orders(2, 3, 1, None)[0]
+    order = grouped_orders(2, (1,) * 3)[0]
     plan = plan_kept_layers(order, loads, StageMemory(chunks=(chunk,)), 90)
     assert plan.recomputed == ((0,), (1,), (0,)) and plan.peak == 84
     assert floor_peak(order, loads, StageMemory(chunks=(chunk,))) == 12

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from plan_checks import validate
 from sharding_oracle import cp_and_lengths, holders, mix, seen_by_rank
 
-from wlb_megatron.sharding.alignment import padding
 from wlb_megatron.sharding.attention_calls import attention_layout
+from wlb_megatron.sharding.cut import shard, shard_all
 from wlb_megatron.sharding.predict import predict
-from wlb_megatron.sharding.select import shard, shard_all
+from wlb_megatron.sharding.slots import padding
 from wlb_megatron.workload.kernel_table import h100
 
 

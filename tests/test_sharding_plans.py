@@ -7,9 +7,9 @@ from plan_checks import merge_touching, validate
 from sharding_oracle import cp_and_lengths, holders, seen_by_rank, slot_rule
 
 from wlb_megatron.registry import SHARDINGS
-from wlb_megatron.sharding.alignment import multiple, padded, padding, slot_bounds
+from wlb_megatron.sharding.cut import shard, shard_all
 from wlb_megatron.sharding.segments import ShardPlan
-from wlb_megatron.sharding.select import shard, shard_all
+from wlb_megatron.sharding.slots import multiple, padded, padding, slot_bounds
 
 SLOTTED = ("per-sequence", "per-document")
 each_slotted = pytest.mark.parametrize("kind", SLOTTED)

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from sharding_oracle import by_the_calls, cp_and_lengths
 
 from wlb_megatron.registry import SHARDINGS
+from wlb_megatron.sharding.cut import shard
 from wlb_megatron.sharding.predict import predict, predict_all
 from wlb_megatron.sharding.segments import ShardPlan
-from wlb_megatron.sharding.select import shard
 from wlb_megatron.workload.kernel_table import KernelTable, h100
 
 # Milliseconds, forward + backward, one call of one segment on one H100 (8 query heads, 2 KV heads, d=128, bf16).

@@ -11,14 +11,14 @@ import pytest
 from test_profile_fit import GPU, LAYER, MODEL, OVERHEADS, made_samples, truth
 
 from wlb_megatron.cli import main
+from wlb_megatron.sharding.cut import shard
 from wlb_megatron.sharding.predict import predict_all
-from wlb_megatron.sharding.select import shard
 from wlb_megatron.simulator.iteration import simulate
 from wlb_megatron.simulator.job_flags import calibrated
 from wlb_megatron.simulator.model import LayerModel
 from wlb_megatron.simulator.model_flags import profiled_shape
 from wlb_megatron.workload.assumptions import Assumptions
-from wlb_megatron.workload.costs import Costs
+from wlb_megatron.workload.cost_model import Costs
 from wlb_megatron.workload.fit import fit
 from wlb_megatron.workload.model import Layout
 from wlb_megatron.workload.profile import FORMAT, Profile, read_profile, write_profile

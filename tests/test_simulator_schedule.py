@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_pipeline_groups import event_ends
 
-from wlb_megatron.pipeline.orders import Step, pipeline_orders
-from wlb_megatron.pipeline.schedule import Event, Launches, pipeline_ends, pipeline_events
+from wlb_megatron.pipeline.orders import Step, grouped_orders
+from wlb_megatron.pipeline.schedule import Event, Launches, pipeline_ends, pipeline_events, pipeline_graph
 from wlb_megatron.simulator.iteration import _ends_by_order
 
 
@@ -37,7 +37,7 @@ def test_two_stages_two_micro_batches_by_hand_and_a_transfer_delays_the_next_sta
 
 
 def test_interleaved_order_and_timeline_of_two_stages_with_two_chunks_by_hand():
-    first, last = pipeline_orders(2, 2, 2)
+    first, last = grouped_orders(2, (1, 1), 2)
     spelled = [["FB"[s.backward] + f"{s.micro_batch}.{s.chunk}" for s in order] for order in (first, last)]
     # Warm-up: stage 0 runs (2 - 0 - 1) * 2 + 2 = 4 forwards (all), stage 1 runs 2.
     assert spelled[0] == ["F0.0", "F1.0", "F0.1", "F1.1", "B0.1", "B1.1", "B0.0", "B1.0"]
@@ -91,7 +91,7 @@ def _jobs(draw):
 def test_events_are_those_of_an_independent_simulation(job):
     forward, backward, transfer = job
     events = pipeline_events(forward[0], backward[0], forward.shape[1], transfer=transfer)
-    orders = pipeline_orders(forward.shape[1], forward.shape[3], forward.shape[2])
+    orders = grouped_orders(forward.shape[1], (1,) * forward.shape[3], forward.shape[2])
     expected = event_ends(orders, forward[0], backward[0], transfer)
     assert {(Step(e.micro_batch, e.chunk, e.backward), e.stage): e.end for e in events} == expected
 
@@ -146,9 +146,9 @@ def test_blocking_never_ends_earlier_and_transfers_are_waited_for(job):
 
 def test_bad_sizes_are_refused():
     with pytest.raises(ValueError, match="not a multiple of 4 pipeline stages"):
-        pipeline_orders(4, 6, 2)
+        pipeline_graph(4, 6, 2, False)
     with pytest.raises(ValueError, match="at least 1"):
-        pipeline_orders(0, 1)
+        grouped_orders(0, (1,))
     with pytest.raises(ValueError, match="must be alike"):
         pipeline_ends(np.ones((1, 2, 1, 3)), np.ones((1, 2, 1, 2)))
     with pytest.raises(ValueError, match="does not block"):

@@ -18,8 +18,8 @@ from wlb_megatron.packing.limits import holds_whole
 from wlb_megatron.packing.packer import PackingJob
 from wlb_megatron.packing.varlen.varlen_packer import lmax
 from wlb_megatron.plan import IterationPlan, Piece
-from wlb_megatron.sharding.alignment import multiple
 from wlb_megatron.sharding.cut import cut_plans, pad
+from wlb_megatron.sharding.slots import multiple
 from wlb_megatron.simulator.job import Job
 from wlb_megatron.workload.cost_model import MICRO_BATCH_TOKENS, CostModel
 from wlb_megatron.workload.kernel_table import h100

@@ -53,7 +53,7 @@ class PackerEntry(Entry):
 @dataclass(frozen=True, slots=True)
 class ShardingEntry(Entry):
     """A sharding: a function (pieces, cp_size, table) that returns the shard plan of each micro-batch, see
-    sharding.select.
+    sharding.cut.
 
     Args:
         chooses: instead of code, shardings of which the one that is predicted fastest is taken for each micro-batch;

@@ -14,7 +14,7 @@ from scripts.reproduce.paper import Setting
 from scripts.reproduce.schemes import plan_run, shard_run
 from wlb_megatron.documents.corpus import Lengths
 from wlb_megatron.documents.lengths import long_tailed
-from wlb_megatron.pipeline.orders import grouped_orders, in_flight
+from wlb_megatron.pipeline.orders import Step, grouped_orders
 from wlb_megatron.plan import IterationPlan
 from wlb_megatron.sharding.cut import orders_of
 from wlb_megatron.simulator.iteration import Shards, Simulated, perfectly_balanced, simulate
@@ -181,6 +181,21 @@ def held(plans: Sequence[IterationPlan], setting: Setting) -> dict[str, float]:
             orders = grouped_orders(layout.pipeline, sizes or (1,) * len(tokens), layout.virtual)
             peak_sum = max(peak_sum, in_flight(orders[:1], tokens)[0] / layout.virtual)
     return {"largest_windows": peak / setting.window, "held_windows": peak_sum / setting.window}
+
+
+def in_flight(orders: Sequence[Sequence[Step]], tokens: Sequence[int]) -> list[int]:
+    """For each stage the most tokens held at once, from their forward to the end of their backward.
+
+    tokens: each micro-batch's. Steps of an interleaved stage count a micro-batch once for each model chunk.
+    """
+    peaks = []
+    for order in orders:
+        running = peak = 0
+        for step in order:
+            running += -tokens[step.micro_batch] if step.backward else tokens[step.micro_batch]
+            peak = max(peak, running)
+        peaks.append(peak)
+    return peaks
 
 
 def micro_batch_count(simulated: Simulated) -> float:

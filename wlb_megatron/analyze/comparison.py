@@ -30,7 +30,7 @@ from wlb_megatron.packing.carry import weighs_equally
 from wlb_megatron.packing.chunk_packer import ChunkPacker
 from wlb_megatron.packing.factory import arrival_order
 from wlb_megatron.packing.varlen.varlen_packer import VarlenPacker
-from wlb_megatron.sharding.select import shard_all
+from wlb_megatron.sharding.cut import shard_all
 from wlb_megatron.simulator.iteration import Simulated, perfectly_balanced, simulate
 from wlb_megatron.simulator.job import Job, Run
 

@@ -18,8 +18,8 @@ from wlb_megatron.pipeline.kept_layers import (
     joined_loads,
     loads_of,
     recomputed_array,
-    stage_orders,
 )
+from wlb_megatron.pipeline.orders import grouped_orders
 from wlb_megatron.plan import IterationPlan
 from wlb_megatron.simulator.iteration import simulate
 from wlb_megatron.simulator.job import DEFAULT_GIB, Job, Run
@@ -111,7 +111,7 @@ def _all_fit(job: Job, plans: Sequence[IterationPlan]) -> bool:
         rank = max(range(len(columns)), key=lambda number: sum(m.tokens for m in columns[number]))
         ranks = columns if job.trainer.in_step else columns[rank : rank + 1]
         loads = joined_loads([loads_of(column, job.alignment, layout.context) for column in ranks])
-        stages = stage_orders(layout.pipeline, len(loads), layout.virtual, groups[rank])
+        stages = grouped_orders(layout.pipeline, groups[rank] or (1,) * len(loads), layout.virtual)
         if any(
             floor_peak(order, loads, gpu.stage(stage)) > gpu.available(stage)
             for stage, order in enumerate(stages)

@@ -1,7 +1,8 @@
-"""Replaces the `core_attention` module of Megatron's self-attention, and passes it the parameters that carry a plan.
+"""Replaces the `core_attention` of Megatron's self-attention and its rotary embedding, and passes them the parameters
+that carry a plan.
 
-The module subclasses the one that the layer spec names, so checkpoints keep their keys; only its forward differs.
-Megatron is imported here and nowhere else in this package.
+The core attention subclasses the one that the layer spec names, so checkpoints keep their keys; only its forward
+differs. Megatron is imported here and nowhere else in this package.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.utils import is_layer_window_attention
-from torch import Tensor
+from torch import Tensor, nn
 
 from wlb_megatron.attention.device_layout import DeviceLayout, device_layout
 from wlb_megatron.attention.kernels import kernel_choice
@@ -28,11 +29,10 @@ from wlb_megatron.attention.kernels.before_training import warm_up
 from wlb_megatron.attention.kernels.graph_buckets import Warmable
 from wlb_megatron.attention.kernels.kernel_choice import Layer
 from wlb_megatron.attention.kernels.torch_backend import TorchKernels
-from wlb_megatron.attention.key_cache import KeyCache
+from wlb_megatron.attention.kv_exchange import KeyCache
 from wlb_megatron.attention.sharded_attention import Kernels, LayerSettings, sharded_attention
 from wlb_megatron.errors import WlbError
-from wlb_megatron.sharding.attention_calls import AttentionLayout, attention_layout
-from wlb_megatron.sharding.segments import ShardPlan
+from wlb_megatron.sharding.attention_calls import AttentionLayout
 
 
 @dataclass
@@ -40,7 +40,7 @@ class WlbPackedSeqParams(PackedSeqParams):
     """Megatron's parameters of a packed sequence, with this rank's layout.
 
     qkv_format is not 'thd'. So Megatron keeps q, k, v as [t, 1, heads, dim] and rotates each row by the frequencies
-    that it is given; rope.py computes these at the plan's positions.
+    that it is given; PlannedRotaryEmbedding computes these at the plan's positions.
     """
 
     layout: DeviceLayout | None = None
@@ -56,28 +56,21 @@ class WlbPackedSeqParams(PackedSeqParams):
 
 
 def packed_seq_params(
-    plan: ShardPlan | AttentionLayout,
-    cp_rank: int,
-    device: torch.device | str | None = None,
-    window: int | None = None,
-    group: Any = None,
+    layout: AttentionLayout, device: torch.device | str | None = None, group: Any = None
 ) -> WlbPackedSeqParams:
-    """The parameters of one micro-batch for context-parallel rank `cp_rank`, to pass to the model.
+    """The parameters of one micro-batch for the rank whose layout it is, to pass to the model.
 
-    * plan: the shard plan, or the rank's attention_layout of it, if a data worker has made that (it takes a few ms).
-    * window: earlier keys that windowed layers attend to (window_of(config)), if a plan is given.
-    * group: the process group of the ranks that share the micro-batch (default: Megatron's context-parallel group).
     * device: default the current CUDA device, if there is one. Copies to it are asynchronous, and all layers share
       them.
+    * group: the process group of the ranks that share the micro-batch (default: Megatron's context-parallel group).
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    rank_layout = plan if isinstance(plan, AttentionLayout) else attention_layout(plan, cp_rank, window)
     return WlbPackedSeqParams(
         qkv_format="sbhd",
-        max_seqlen_q=rank_layout.longest,
-        max_seqlen_kv=rank_layout.longest,
-        layout=device_layout(rank_layout, device),
+        max_seqlen_q=layout.longest,
+        max_seqlen_kv=layout.longest,
+        layout=device_layout(layout, device),
         group=group,
     )
 
@@ -304,3 +297,61 @@ def _refuse(
     ):
         if condition:
             raise WlbError(f"wlb_megatron's attention does not handle {what}: {cure}")
+
+
+HANDLED = ("RotaryEmbedding", "YarnRotaryEmbedding")
+
+
+class PlannedRotaryEmbedding(nn.Module):
+    """Replaces a model's (or an MLA layer's) `rotary_pos_emb`, and takes its frequencies from it.
+
+    Megatron's packed RoPE assumes documents that are padded and cut in zigzag. Here each token has its own position.
+    The wrapped module's own frequencies are evaluated at just these positions: no table, no cache, no clamp.
+
+    inner: Megatron's RotaryEmbedding or YarnRotaryEmbedding, with any base, scaling, interpolation, percent and
+    interleaving. packed: the layer drops the batch dimension of its queries, as MLA does. Raises WlbError for another
+    class (multimodal RoPE has three positions per token).
+    """
+
+    def __init__(self, inner: nn.Module, is_packed: bool = False) -> None:
+        super().__init__()
+        if type(inner).__name__ not in HANDLED:
+            raise WlbError(
+                f"rotary embedding {type(inner).__name__} is not handled by wlb_megatron: "
+                "use --position-embedding-type rope or yarn"
+            )
+        self.inner = inner
+        self.packed = is_packed
+        self._made: tuple[Tensor | None, Any] = None, None
+
+    def get_rotary_seq_len(
+        self,
+        inference_context: Any = None,
+        transformer: Any = None,
+        transformer_input: Any = None,
+        transformer_config: Any = None,
+        packed_seq_params: Any = None,
+        **_: Any,
+    ) -> Tensor:
+        """int32[t]: positions of this rank's tokens. (Megatron passes the result to forward.)"""
+        layout = getattr(packed_seq_params, "layout", None)
+        if layout is None:
+            raise WlbError(
+                f"rotary embedding got {type(packed_seq_params).__name__} instead of the plugin's plan of the "
+                "micro-batch: feed the model through wlb_megatron's forward_step"
+            )
+        return layout.positions
+
+    def forward(self, positions: Tensor, packed_seq: bool = False, cp_group: Any = None, **_: Any) -> Any:
+        """[t, 1, 1, dim] ([t, 1, dim] if packed): frequencies at `positions`.
+
+        They equal the wrapped module's table there bitwise. With YaRN: a pair of them and its factor, as from
+        Megatron's own.
+        """
+        if self._made[0] is not positions:  # else another layer of this micro-batch has made them
+            # Megatron makes a table of arange(n) + offset; of n = 1 and the positions as offset it is just these rows.
+            embedding: Any = self.inner.get_emb(1, offset=positions)  # type: ignore[operator]
+            table, extras = (embedding[0], embedding[1:]) if isinstance(embedding, tuple) else (embedding, ())
+            table = table.squeeze(2) if self.packed else table
+            self._made = positions, (table, *extras) if extras else table
+        return self._made[1]

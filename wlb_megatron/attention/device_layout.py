@@ -10,9 +10,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from wlb_megatron.sharding.attention_calls import AttentionCall, AttentionLayout, WindowLayout
-from wlb_megatron.sharding.chunks import CachedKeys, Taken
-from wlb_megatron.sharding.exchange import ExchangePlan
+from wlb_megatron.sharding.attention_calls import (
+    AttentionCall,
+    AttentionLayout,
+    CachedKeys,
+    ExchangePlan,
+    Taken,
+    WindowLayout,
+)
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,7 @@ Rows = slice | Tensor
 
 @dataclass(frozen=True)
 class DeviceExchange:
-    """sharding.exchange.ExchangePlan with int32 tensors, and its inverse for the way back.
+    """sharding.attention_calls.ExchangePlan with int32 tensors, and its inverse for the way back.
 
     sends: the rows that go to other ranks. arrivals: the buffer rows of what arrives, in order of arrival; their
     gradients go back. returns: for each of the rank's own rows, then for each row of DeviceCache.takes, the rows
@@ -78,7 +83,8 @@ class DeviceExchange:
 
 @dataclass(frozen=True)
 class DeviceCache:
-    """sharding.chunks.CachedKeys on a device. keeps: (piece, int32[k] local rows) each; None for all rows in order."""
+    """sharding.attention_calls.CachedKeys on a device. keeps: (piece, int32[k] local rows) each; None for all rows in
+    order."""
 
     micro_batch: int
     takes: tuple[Taken, ...]

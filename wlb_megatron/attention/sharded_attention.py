@@ -24,8 +24,7 @@ from wlb_megatron.attention.kernels.row_sums import (
     spread_rows,
     sum_pairs,
 )
-from wlb_megatron.attention.key_cache import KeyCache
-from wlb_megatron.attention.kv_exchange import add_returned, start_gather, start_return
+from wlb_megatron.attention.kv_exchange import KeyCache, add_returned, start_gather, start_return
 
 
 class Kernels(Protocol):

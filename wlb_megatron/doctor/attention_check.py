@@ -58,9 +58,9 @@ def rank_error(device: str, size: int, meeting: str, rank: int) -> float:
     from wlb_megatron.attention.device_layout import device_layout
     from wlb_megatron.attention.kernels.before_training import worst_error
     from wlb_megatron.attention.sharded_attention import sharded_attention
-    from wlb_megatron.sharding.alignment import padded
     from wlb_megatron.sharding.attention_calls import attention_layout
-    from wlb_megatron.sharding.select import shard
+    from wlb_megatron.sharding.cut import shard
+    from wlb_megatron.sharding.slots import padded
 
     # The kernels that a job would run.
     torch.set_num_threads(1)

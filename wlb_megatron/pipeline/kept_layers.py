@@ -220,13 +220,6 @@ def joined_loads(ranks: Sequence[Sequence[Load]]) -> list[Load]:
     ]
 
 
-def stage_orders(
-    stages: int, micro_batches: int, chunks: int, groups: Sequence[int] | None
-) -> list[list[Step]]:
-    """What each stage runs, in order. groups: sizes of those whose backwards run last first; None: Megatron's order."""
-    return grouped_orders(stages, groups or (1,) * micro_batches, chunks)
-
-
 def plan_step_layers(
     columns: Sequence[Sequence[Load]],
     groups: Sequence[tuple[int, ...] | None],
@@ -247,7 +240,7 @@ def plan_step_layers(
         return joint * len(columns)
     plans = []
     for loads, sizes in zip(columns, groups, strict=True):
-        orders = stage_orders(len(stages), len(loads), len(stages[0].chunks), sizes)
+        orders = grouped_orders(len(stages), sizes or (1,) * len(loads), len(stages[0].chunks))
         plans.append(
             [
                 plan_kept_layers(order, loads, memory, size)

@@ -24,25 +24,6 @@ class Step(NamedTuple):
     backward: bool
 
 
-def pipeline_orders(stages: int, micro_batches: int, chunks: int = 1) -> list[list[Step]]:
-    """Each stage's steps in order. chunks: model chunks of a stage (virtual pipeline size), 1: not interleaved.
-
-    Stage p of P first runs P - p - 1 forwards, interleaved (P - p - 1) * 2 + (chunks - 1) * P, then one forward
-    and one backward in turn, then the remaining backwards. 2 stages, 2 micro-batches: F0 F1 B0 B1, F0 B0 F1 B1.
-    Raises ValueError where a size is below 1, or interleaved micro-batches are not a multiple of the stages.
-    """
-    if min(stages, micro_batches, chunks) < 1:
-        raise ValueError(
-            f"{stages} stages, {micro_batches} micro-batches, {chunks} model chunks: each must be at least 1"
-        )
-    if chunks > 1 and micro_batches % stages:
-        raise ValueError(
-            f"{micro_batches} micro-batches are not a multiple of {stages} pipeline stages, which an interleaved "
-            "schedule needs: change the global batch, or use one model chunk"
-        )
-    return grouped_orders(stages, (1,) * micro_batches, chunks)
-
-
 def grouped_orders(stages: int, group_sizes: Sequence[int], chunks: int = 1) -> list[list[Step]]:
     """Each stage's steps in order if micro-batches form consecutive groups of the given sizes.
 
@@ -178,21 +159,6 @@ def _whole_groups(stages: int, group_sizes: Sequence[int], chunks: int) -> tuple
                 option = max(lead, block_lead), squares + size * size, (*sizes, size)
                 best_blocks[end] = min(best_blocks.get(end, option), option)
     return best_blocks[len(ends) - 1][2]
-
-
-def in_flight(orders: Sequence[Sequence[Step]], tokens: Sequence[int]) -> list[int]:
-    """For each stage the most tokens held at once, from their forward to the end of their backward.
-
-    tokens: each micro-batch's. Steps of an interleaved stage count a micro-batch once for each model chunk.
-    """
-    peaks = []
-    for order in orders:
-        running = peak = 0
-        for step in order:
-            running += -tokens[step.micro_batch] if step.backward else tokens[step.micro_batch]
-            peak = max(peak, running)
-        peaks.append(peak)
-    return peaks
 
 
 def _order(forwards: list[Step], backwards: list[Step], warm_up: int) -> list[Step]:

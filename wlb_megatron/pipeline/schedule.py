@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from wlb_megatron.pipeline.orders import Step, grouped_orders, pipeline_orders
+from wlb_megatron.pipeline.orders import Step, grouped_orders
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -163,16 +163,21 @@ def pipeline_graph(
 ) -> tuple[Node, ...]:
     """Nodes in topological order: each comes after all that it waits for.
 
-    groups: sizes of consecutive groups of micro-batches whose backwards run last first (see `grouped_orders`).
+    groups: sizes of consecutive groups of micro-batches whose backwards run last first (see `grouped_orders`); None is
+    Megatron's order. Raises ValueError where interleaved micro-batches are then not a multiple of the stages.
     """
     if blocking and chunks > 1:
         raise ValueError("an interleaved schedule does not block on transfers: set blocking=False")
     if groups is None:
-        orders = pipeline_orders(stages, micro_batches, chunks)
+        if chunks > 1 and micro_batches % stages:
+            raise ValueError(
+                f"{micro_batches} micro-batches are not a multiple of {stages} pipeline stages, which an interleaved "
+                "schedule needs: change the global batch, or use one model chunk"
+            )
+        groups = (1,) * micro_batches
     elif sum(groups) != micro_batches:
         raise ValueError(f"groups of {list(groups)} of {micro_batches} micro-batches")
-    else:
-        orders = grouped_orders(stages, groups, chunks)
+    orders = grouped_orders(stages, groups, chunks)
     return _blocking_graph(orders) if blocking else _free_graph(orders, chunks)
 
 

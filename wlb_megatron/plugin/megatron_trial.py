@@ -398,7 +398,8 @@ def _model(shape: Any, aux: float, z: float) -> Any:
 
 def _batches(rank: int, documents: list[list[Any]]) -> Iterator[dict[str, Any]]:
     from wlb_megatron.attention.core_attention import packed_seq_params
-    from wlb_megatron.sharding.select import shard
+    from wlb_megatron.sharding.attention_calls import attention_layout
+    from wlb_megatron.sharding.cut import shard
 
     for pieces, lengths in zip(documents, LENGTHS, strict=True):
         plan = shard(lengths, RANKS, "per-document")
@@ -410,7 +411,7 @@ def _batches(rank: int, documents: list[list[Any]]) -> Iterator[dict[str, Any]]:
             "labels": labels[held_index][None],
             "loss_mask": mask[held_index][None],
             "position_ids": torch.from_numpy(plan.positions(rank))[None],
-            "params": packed_seq_params(plan, rank, "cpu"),
+            "params": packed_seq_params(attention_layout(plan, rank), "cpu"),
         }
 
 

@@ -19,8 +19,7 @@ from wlb_megatron.attention.device_layout import device_layout
 from wlb_megatron.attention.kernels.before_training import device_call
 from wlb_megatron.attention.sharded_attention import Kernels, sharded_attention
 from wlb_megatron.profiler.points import Point
-from wlb_megatron.sharding.attention_calls import AttentionLayout, attention_layout
-from wlb_megatron.sharding.exchange import ExchangePlan
+from wlb_megatron.sharding.attention_calls import AttentionLayout, ExchangePlan, attention_layout
 from wlb_megatron.workload.profile import ProfiledModel
 
 Part = tuple[Callable[[], Any], Callable[[Any], Any]]

@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from wlb_megatron.documents.lengths import long_tailed
-from wlb_megatron.sharding.alignment import padded
 from wlb_megatron.sharding.attention_calls import attention_layout
+from wlb_megatron.sharding.cut import shard
 from wlb_megatron.sharding.segments import ShardPlan
-from wlb_megatron.sharding.select import shard
+from wlb_megatron.sharding.slots import padded
 from wlb_megatron.workload.kernel_table import TILE
 from wlb_megatron.workload.profile import ProfiledModel
 

@@ -14,7 +14,7 @@ from wlb_megatron.config import SECONDS, real
 from wlb_megatron.errors import WlbError, explain_bad_values, install
 from wlb_megatron.report.terminal import print_table, progress
 from wlb_megatron.simulator.model_flags import add_experts, add_model, profiled_model
-from wlb_megatron.workload.costs import Costs
+from wlb_megatron.workload.cost_model import Costs
 from wlb_megatron.workload.fit import Device, fit, leave_out
 from wlb_megatron.workload.profile import ProfiledModel, read_samples, write_profile
 

@@ -9,18 +9,21 @@ A segment of tokens [start, end) attends to its piece's keys [0, end): its own d
   buffer is written once.
 
 Log-sum-exp merges the parts of a query's attention. Both calls are plain variable-length attention.
+
+For each piece, a rank needs the keys before its last segment. Its diagonals read its own keys. A piece that one rank
+holds whole sends nothing, because no other rank needs its keys. Of a document in chunks, keys stay on the rank that
+computed them, and travel again to each later chunk (docs/attention.md has the figures).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from wlb_megatron.sharding.chunks import CachedKeys, cached_keys
-from wlb_megatron.sharding.exchange import ExchangePlan, exchange_buffers, exchange_plan
 from wlb_megatron.sharding.segments import IntArray, ShardPlan, _ranges
 
 Int32Array = npt.NDArray[np.int32]
@@ -205,3 +208,157 @@ def _buffer(plan: ShardPlan, rows: IntArray, size: int | None) -> IntArray:
     """int64[n]: the keys that a rank's segments attend to, segment by segment, numbered as in ShardPlan.key_index."""
     begins = plan.key_starts[rows[:, 0]]
     return _ranges(begins + _first_key(rows, size), begins + rows[:, 2])
+
+
+@dataclass(frozen=True)
+class ExchangePlan:
+    """One rank's part in the exchange of one micro-batch.
+
+    * rank: which rank. send_rows: int64[s], the rows that it sends, as indices into the rows that it holds
+      (ShardPlan.held_keys), ordered by receiver.
+    * send_counts, recv_counts: rows to and from each rank; 0 for the rank itself.
+    * place: int64[n], the source of row i of the key buffer. If place[i] >= 0, it is that row of those that the rank
+      holds; else it is row ~place[i] (-1 - place[i]) of all that arrives, ordered by sender.
+    * remote: whether any rank sends anything to another. If not, no rank communicates.
+    """
+
+    rank: int
+    send_rows: IntArray
+    send_counts: tuple[int, ...]
+    recv_counts: tuple[int, ...]
+    place: IntArray
+    remote: bool
+
+
+def exchange_plan(plan: ShardPlan, rank: int, reaches: Sequence[IntArray], buffer: IntArray) -> ExchangePlan:
+    """The part of `rank` in the exchange.
+
+    reaches: for each rank, int64[pieces], how many first keys of each piece it needs. buffer: int64[n], the keys that
+    `rank` needs, numbered as in ShardPlan.key_index, in the order in which it wants them.
+
+    Example: pieces [4]; rank 0 holds (0, 0, 1) (0, 3, 4), rank 1 (0, 1, 3); rank 0 needs 3 tokens, rank 1 needs 1.
+    Rank 0 sends row 0 to rank 1. Rank 1 sends rows 0, 1 to rank 0, whose buffer is its own row 0, then both.
+    """
+    held_rows = [plan.held_keys(holder) for holder in range(plan.cp_size)]
+    sent_rows = [_rows_within(held_rows[rank], reach) for reach in reaches]
+    arrived = [_keys_within(plan, rows, reaches[rank]) for rows in held_rows]
+    comes_from = np.empty(plan.key_starts[-1], dtype=np.int64)
+    comes_from[arrived[rank]] = sent_rows[rank]
+    sent_rows[rank] = arrived[rank] = sent_rows[rank][:0]
+    remote_index = np.concatenate(arrived)
+    comes_from[remote_index] = ~np.arange(len(remote_index))
+    needed_keys = sum(int(reach.sum()) for reach in reaches)
+    at_home = sum(int(_inside(rows, reach).sum()) for rows, reach in zip(held_rows, reaches, strict=True))
+    return _part(rank, sent_rows, map(len, arrived), comes_from[buffer], needed_keys > at_home)
+
+
+def _inside(rows: IntArray, reach: IntArray) -> IntArray:
+    """int64[k]: how many first tokens of each segment are among its piece's first reach[piece] tokens."""
+    return np.clip(reach[rows[:, 0]] - rows[:, 1], 0, rows[:, 2] - rows[:, 1])
+
+
+def _rows_within(rows: IntArray, reach: IntArray) -> IntArray:
+    size = rows[:, 2] - rows[:, 1]
+    local = np.cumsum(size) - size
+    return _ranges(local, local + _inside(rows, reach))
+
+
+def _keys_within(plan: ShardPlan, rows: IntArray, reach: IntArray) -> IntArray:
+    first = plan.key_starts[rows[:, 0]] + rows[:, 1]
+    return _ranges(first, first + _inside(rows, reach))
+
+
+def exchange_buffers(
+    plan: ShardPlan, rank: int, buffers: Sequence[IntArray], window: int | None = None
+) -> ExchangePlan:
+    """The part of `rank` if each rank wants any keys, in any order and any number of times.
+
+    `buffers` has for each rank, int64[n], the keys it wants, numbered as in ShardPlan.key_index. The layers' `window`
+    decides which ranks hold keys of prefixes.
+
+    Example: tokens [0, 1] on rank 0 and [2, 3] on rank 1; rank 0 wants 1 2 1. Rank 1 sends it row 0. Rank 0's buffer
+    is its own row 1, the row that arrived, and row 1 again.
+    """
+    owner, local = np.empty((2, plan.key_starts[-1]), dtype=np.int64)
+    for holder in range(plan.cp_size):
+        index = plan.key_index(plan.held_keys(holder, window))
+        owner[index], local[index] = holder, np.arange(len(index))
+    owners = [owner[tokens] for tokens in buffers]
+    elsewhere = [holders != wanting for wanting, holders in enumerate(owners)]
+    place = local[buffers[rank]]
+    arriving = np.flatnonzero(elsewhere[rank])
+    place[arriving[np.argsort(owners[rank][arriving], kind="stable")]] = ~np.arange(len(arriving))
+    sent_rows = [
+        local[tokens[(holders == rank) & away]]
+        for tokens, holders, away in zip(buffers, owners, elsewhere, strict=True)
+    ]
+    received = np.bincount(owners[rank][arriving], minlength=plan.cp_size).tolist()
+    return _part(rank, sent_rows, received, place, any(bool(away.any()) for away in elsewhere))
+
+
+def _part(
+    rank: int, sent_rows: Sequence[IntArray], received: Iterable[int], place: IntArray, remote: bool
+) -> ExchangePlan:
+    return ExchangePlan(
+        rank, np.concatenate(sent_rows), tuple(map(len, sent_rows)), tuple(received), place, remote
+    )
+
+
+class Taken(NamedTuple):
+    """All keys (a number of rows) that a rank keeps of one piece of an earlier micro-batch."""
+
+    micro_batch: int
+    piece: int
+    rows: int
+
+
+class Kept(NamedTuple):
+    """A piece whose keys the rank keeps for later micro-batches. rows: int64[k], the rank's own rows of it."""
+
+    piece: int
+    rows: IntArray
+
+
+class CachedKeys(NamedTuple):
+    """What a layer reads from its key cache, and adds to it, in one micro-batch on one rank.
+
+    `takes` is in the order in which their rows follow the rank's own in ShardPlan.held_keys. `prefixed` says that some
+    piece has a prefix. It is the same on all ranks, even if this rank holds nothing of that piece.
+    """
+
+    micro_batch: int
+    takes: tuple[Taken, ...]
+    keeps: tuple[Kept, ...]
+    prefixed: bool
+
+
+def cached_keys(plan: ShardPlan, rank: int, window: int | None = None) -> CachedKeys | None:
+    """The cached keys of layers with this window, or None if no document is in chunks.
+
+    window: in tokens. Only the last `window` keys of a chunk stay; None: all stay.
+
+    Example: piece [0, 8) on two ranks, (0, 0, 2) (0, 6, 8) and (0, 2, 6), then piece [8, 12). The second micro-batch
+    reads 4 rows of each rank. With window 3, keys 5 6 7 stay: rank 0 keeps its rows 2 3, rank 1 its row 3.
+    """
+    if plan.chunks is None:
+        return None
+    takes: list[Taken] = []
+    for _, start, end, index, piece, _ in plan.cached(rank, window).tolist():
+        if takes and takes[-1][:2] == (index, piece):
+            takes[-1] = takes[-1]._replace(rows=takes[-1].rows + end - start)
+        else:
+            takes.append(Taken(index, piece, end - start))
+    own_rows = plan.ranks[rank]
+    size = own_rows[:, 2] - own_rows[:, 1]
+    first_row = np.cumsum(size) - size
+    keeps = []
+    for piece in plan.chunks.continued.tolist():
+        mine = own_rows[:, 0] == piece
+        skip = np.zeros_like(size[mine])
+        if window is not None:
+            first_seen = plan.key_starts[piece + 1] - plan.key_starts[piece] - window
+            skip = np.clip(first_seen - own_rows[mine, 1], 0, size[mine])
+        rows = _ranges(first_row[mine] + skip, first_row[mine] + size[mine])
+        if len(rows):
+            keeps.append(Kept(piece, rows))
+    return CachedKeys(plan.chunks.micro_batch, tuple(takes), tuple(keeps), bool(plan.prefixes.any()))

@@ -1,4 +1,7 @@
-"""Pads planned micro-batches and cuts them over context-parallel ranks, for training and for every command."""
+"""Pads planned micro-batches and cuts them over context-parallel ranks, for training and for every command.
+
+They are cut by a named sharding, or by the one that is predicted fastest.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,10 @@ import numpy.typing as npt
 from wlb_megatron.pipeline.orders import Link, groups, joined_groups, links_of
 from wlb_megatron.plan import PADDING, IterationPlan, Piece
 from wlb_megatron.registry import SHARDINGS, builds_by_size
-from wlb_megatron.sharding.alignment import padding
-from wlb_megatron.sharding.predict import in_one_call, in_two_calls
-from wlb_megatron.sharding.segments import ShardPlan
-from wlb_megatron.sharding.select import shard_all
-from wlb_megatron.workload.kernel_table import KernelTable
+from wlb_megatron.sharding.predict import in_one_call, in_two_calls, predict_all
+from wlb_megatron.sharding.segments import Chunks, IntArray, ShardPlan
+from wlb_megatron.sharding.slots import PieceList, padding
+from wlb_megatron.workload.kernel_table import KernelTable, h100
 
 
 def cut(
@@ -31,10 +33,172 @@ def cut(
 
     lengths: int64[n] each, tokens of a micro-batch's pieces. If the sharding is one that chooses by the table, the
     table also chooses between one kernel call and two. The fixed shardings keep two, as in the paper. links: see
-    select.shard_all.
+    shard_all.
     """
     shards = shard_all(lengths, cp_size, sharding, table, links)
     return in_fewest_calls(shards, table) if SHARDINGS[sharding].chooses else shards
+
+
+def shard(lengths: npt.ArrayLike, cp_size: int, kind: str, table: KernelTable | None = None) -> ShardPlan:
+    """The shard plan of one micro-batch.
+
+    * lengths: int[n], tokens of each piece in packed order, the padding piece (if any) last. Their sum must be a
+      positive multiple of cp_size; else ValueError.
+    * kind: one of registry.SHARDINGS.
+    * table: kernel times by which adaptive predicts (default: the H100's).
+    """
+    return shard_all([lengths], cp_size, kind, table)[0]
+
+
+def shard_all(
+    micro_batches: Sequence[npt.ArrayLike],
+    cp_size: int,
+    kind: str,
+    table: KernelTable | None = None,
+    links: Sequence[Link] = (),
+) -> list[ShardPlan]:
+    """Shard plans of several micro-batches in one pass, much faster than one by one. See `shard`.
+
+    links: documents in chunks (pipeline.orders.links_of). If given, the micro-batches are all those of one
+    data-parallel rank's iteration, in order, or of several, one after another.
+    """
+    prefixes, rests = around(micro_batches, links) if links else ([], [])
+    pieces = PieceList.of(micro_batches, prefixes)
+    table = table or h100()
+    choices = _choices(pieces, cp_size, kind, table)
+    if not links:
+        return _fastest(choices, table)
+    # Only once earlier micro-batches are cut is it known which rank holds a prefix's keys.
+    depths = [0] * pieces.count
+    links_into: dict[int, list[Link]] = {}
+    for link in sorted(links):
+        depths[link.micro_batch] = max(depths[link.micro_batch], depths[link.earlier] + 1)
+        links_into.setdefault(link.micro_batch, []).append(link)
+    chosen_plans = choices[next(iter(choices))].copy()
+    for depth in range(max(depths) + 1):
+        turn = [index for index, number in enumerate(depths) if number == depth]
+        shared = [
+            _shared(index, links_into.get(index, []), chosen_plans, prefixes[index], rests[index])
+            for index in turn
+        ]
+        of_turn = {
+            name: [replace(plans[index], chunks=chunks) for index, chunks in zip(turn, shared, strict=True)]
+            for name, plans in choices.items()
+        }
+        for index, plan in zip(turn, _fastest(of_turn, table), strict=True):
+            chosen_plans[index] = plan
+    return chosen_plans
+
+
+def _choices(pieces: PieceList, cp_size: int, kind: str, table: KernelTable) -> dict[str, list[ShardPlan]]:
+    """The plans of all micro-batches under each sharding that `kind` chooses from, by what logs call them. On a tie,
+    the first is taken."""
+    names = SHARDINGS[kind].chooses or (kind,)
+    if cp_size == 1 or not pieces.count:
+        names = names[:1]  # one rank holds all pieces whole
+    plans = {name: SHARDINGS[name].load()(pieces, cp_size, table) for name in names}
+    return plans if len(plans) > 1 else {"": plans[names[0]]}
+
+
+def _fastest(choices: dict[str, list[ShardPlan]], table: KernelTable) -> list[ShardPlan]:
+    """For each micro-batch, the plan that is predicted fastest; on a tie, the first."""
+    if len(choices) == 1:
+        return next(iter(choices.values()))
+    times = predict_all([plan for plans in choices.values() for plan in plans], table).max(axis=1)
+    fastest = times.reshape(len(choices), -1).argmin(axis=0).tolist()
+    names = list(choices)
+    return [
+        replace(choices[names[choice]][index], kind=names[choice]) for index, choice in enumerate(fastest)
+    ]
+
+
+def around(
+    micro_batches: Sequence[npt.ArrayLike], links: Sequence[Link]
+) -> tuple[list[IntArray], list[IntArray]]:
+    """Two int64[n] for each micro-batch: earlier tokens that each piece attends to, and later ones that attend to it.
+
+    micro_batches: lengths of the pieces, in tokens. Example: chunks of 5, 3 and 2 tokens have 0, 5 and 8 before them,
+    and 5, 2 and 0 after them.
+    """
+    lengths = [np.asarray(micro_batch, dtype=np.int64) for micro_batch in micro_batches]
+    prefixes, rests = ([np.zeros_like(micro_batch) for micro_batch in lengths] for _ in range(2))
+    ordered = sorted(links)
+    for index, piece, earlier_index, earlier_piece in ordered:
+        prefixes[index][piece] = (
+            prefixes[earlier_index][earlier_piece] + lengths[earlier_index][earlier_piece]
+        )
+    for index, piece, earlier_index, earlier_piece in reversed(ordered):
+        rests[earlier_index][earlier_piece] = rests[index][piece] + lengths[index][piece]
+    return prefixes, rests
+
+
+def _shared(
+    index: int, links: Sequence[Link], plans: Sequence[ShardPlan], prefixes: IntArray, rests: IntArray
+) -> Chunks | None:
+    """What micro-batch `index` shares with others. links: its own. plans: those of earlier micro-batches are chosen.
+    prefixes, rests: see `around`."""
+    if not links and not rests.any():
+        return None
+    cached = tuple(
+        np.concatenate(
+            [np.empty((0, 6), np.int64), *(_held_rows(link, plans[link.earlier], rank) for link in links)]
+        )
+        for rank in range(plans[index].cp_size)
+    )
+    return Chunks(index, prefixes, cached, rests)
+
+
+def _held_rows(link: Link, plan: ShardPlan, rank: int) -> IntArray:
+    """Rows of Chunks.cached that `rank` holds of the earlier piece, in `plan`: the prefix of that piece, and the piece
+    itself.
+    """
+    assert plan.chunks is not None
+    before = plan.chunks.cached[rank]
+    before = before[before[:, 0] == link.earlier_piece]
+    own_rows = plan.ranks[rank]
+    own_rows = own_rows[own_rows[:, 0] == link.earlier_piece]
+    end = int(plan.prefixes[link.earlier_piece] + plan.lengths[link.earlier_piece])
+    origin = np.broadcast_to((link.earlier, link.earlier_piece, end), (len(own_rows), 3))
+    rows = np.concatenate((before, np.column_stack((own_rows, origin))))
+    rows[:, 0] = link.piece
+    return rows
+
+
+MOST_ROWS, MOST_KEYS = 8192, 32768
+"""Limits of one call on a rank, in rows and keys, for cuDNN's kernels only. Above them one call was not faster for
+hybrid plans, and the limits avoid building graphs of such sizes."""
+
+
+def in_fewest_calls(plans: Sequence[ShardPlan], table: KernelTable) -> list[ShardPlan]:
+    """The plans (all of one CP size), with `one_call` set where it is predicted faster. The same on all ranks.
+
+    Two calls (attention_calls.py) use the faster kernels: causal squares, and rectangles without a mask. The first runs
+    while keys travel. One bottom-right call waits for its keys, and in backward also computes what its mask hides. But
+    it needs half the launches, and gathers no queries and merges no outputs.
+
+    So with cuDNN's kernels, one call is for short pieces cut over ranks. Of 26 mixes that hybrid cuts over 8 ranks it
+    is faster for 11 at a window of 8K, 9 at 16K, 1 at 32K and none above (predicted from the H100's table;
+    docs/results/simulated/one_call.csv). FlashAttention-4 skips masked keys in backward, too.
+    """
+    small = [index for index, plan in enumerate(plans) if _fits(plan, table)]
+    fewest = list(plans)
+    if small:
+        small_plans = [plans[index] for index in small]
+        two_calls, one_call = (
+            predict(small_plans, table).max(axis=1) for predict in (in_two_calls, in_one_call)
+        )
+        for index in np.flatnonzero(one_call < two_calls).tolist():
+            fewest[small[index]] = replace(small_plans[index], one_call=True)
+    return fewest
+
+
+def _fits(plan: ShardPlan, table: KernelTable) -> bool:
+    """Whether any rank attends to earlier keys and, if kernels are built by size, no rank exceeds the limits above."""
+    fits = not builds_by_size(table.backend) or (
+        max(plan.tokens_per_rank) <= MOST_ROWS
+        and max(int(rows[:, 2].sum()) for rows in plan.ranks) <= MOST_KEYS
+    )
+    return fits and any(bool((rows[:, 1] > 0).any()) for rows in plan.ranks)
 
 
 def pad(pieces: tuple[Piece, ...], alignment: int) -> tuple[Piece, ...]:
@@ -111,40 +275,3 @@ def digest_of_cuts(shards: Iterable[ShardPlan]) -> bytes:
         for array in (np.array(sizes), *arrays):
             digest.update(np.ascontiguousarray(array, dtype=np.int64))
     return digest.digest()
-
-
-MOST_ROWS, MOST_KEYS = 8192, 32768
-"""Limits of one call on a rank, in rows and keys, for cuDNN's kernels only. Above them one call was not faster for
-hybrid plans, and the limits avoid building graphs of such sizes."""
-
-
-def in_fewest_calls(plans: Sequence[ShardPlan], table: KernelTable) -> list[ShardPlan]:
-    """The plans (all of one CP size), with `one_call` set where it is predicted faster. The same on all ranks.
-
-    Two calls (attention_calls.py) use the faster kernels: causal squares, and rectangles without a mask. The first runs
-    while keys travel. One bottom-right call waits for its keys, and in backward also computes what its mask hides. But
-    it needs half the launches, and gathers no queries and merges no outputs.
-
-    So with cuDNN's kernels, one call is for short pieces cut over ranks. Of 26 mixes that hybrid cuts over 8 ranks it
-    is faster for 11 at a window of 8K, 9 at 16K, 1 at 32K and none above (predicted from the H100's table;
-    docs/results/simulated/one_call.csv). FlashAttention-4 skips masked keys in backward, too.
-    """
-    small = [index for index, plan in enumerate(plans) if _fits(plan, table)]
-    fewest = list(plans)
-    if small:
-        small_plans = [plans[index] for index in small]
-        two_calls, one_call = (
-            predict(small_plans, table).max(axis=1) for predict in (in_two_calls, in_one_call)
-        )
-        for index in np.flatnonzero(one_call < two_calls).tolist():
-            fewest[small[index]] = replace(small_plans[index], one_call=True)
-    return fewest
-
-
-def _fits(plan: ShardPlan, table: KernelTable) -> bool:
-    """Whether any rank attends to earlier keys and, if kernels are built by size, no rank exceeds the limits above."""
-    fits = not builds_by_size(table.backend) or (
-        max(plan.tokens_per_rank) <= MOST_ROWS
-        and max(int(rows[:, 2].sum()) for rows in plan.ranks) <= MOST_KEYS
-    )
-    return fits and any(bool((rows[:, 1] > 0).any()) for rows in plan.ranks)

@@ -16,9 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from wlb_megatron.sharding.alignment import slot_bounds
 from wlb_megatron.sharding.segments import IntArray, ShardPlan
-from wlb_megatron.sharding.slots import PieceList
+from wlb_megatron.sharding.slots import PieceList, slot_bounds
 from wlb_megatron.workload.kernel_table import KernelTable
 
 GRAINS = (1, 2, 4, 8)

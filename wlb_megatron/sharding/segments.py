@@ -4,7 +4,7 @@ A segment is tokens [start, end) of one of the micro-batch's pieces. It attends 
 causal mask. Every sharding produces segments, and one executor runs them all.
 
 A piece with a prefix of p tokens holds tokens [p, p + length) of its document, counted from the prefix's first token.
-Its keys [0, p) belong to earlier micro-batches (chunks.py).
+Its keys [0, p) belong to earlier micro-batches (cut.py).
 """
 
 from __future__ import annotations

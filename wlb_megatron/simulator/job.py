@@ -25,8 +25,8 @@ from wlb_megatron.packing.planner import Planner
 from wlb_megatron.pipeline.kept_layers import recomputed_array
 from wlb_megatron.pipeline.step_law import StageRoom
 from wlb_megatron.plan import IterationPlan
-from wlb_megatron.sharding.alignment import multiple
 from wlb_megatron.sharding.cut import orders_of
+from wlb_megatron.sharding.slots import multiple
 from wlb_megatron.simulator.iteration import Orders, Recomputed, Shards, Simulated
 from wlb_megatron.simulator.model import LayerModel
 from wlb_megatron.simulator.plan_times import Kept, PlanTimes, simulate_groups

@@ -25,11 +25,11 @@ from wlb_megatron.workload.cost_model import (
     LAUNCH_NS,
     ONE_KERNEL_NS,
     CostModel,
-    backward_over_forward,
+    Costs,
     chunk_ns,
+    micro_batch_cost,
     stage_launch_ns,
 )
-from wlb_megatron.workload.costs import Costs, micro_batch_cost
 from wlb_megatron.workload.kernel_table import KernelTable, h100
 from wlb_megatron.workload.model import RECOMPUTE, Layout, Model, ffn_parameters
 
@@ -393,7 +393,7 @@ class LayerModel:
             least_micro_batch=(forward, backward),
             per_chunk=per_micro_batch.chunk,
             per_earlier_key=slower * (layout.context - 1) / token,
-            backward=backward_over_forward(repeats),
+            backward=2 + repeats,
         )
 
     def _held(self, stage: int) -> list[tuple[float, int, int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from wlb_megatron.workload.costs import Costs
+from wlb_megatron.workload.cost_model import Costs
 from wlb_megatron.workload.kernel_table import KernelTable
 
 

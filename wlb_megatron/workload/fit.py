@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wlb_megatron.errors import WlbError
-from wlb_megatron.workload.costs import Costs, Curve, TransferCost
+from wlb_megatron.workload.cost_model import Costs, Curve, TransferCost
 from wlb_megatron.workload.kernel_table import HALF, TILE, KernelTable
 from wlb_megatron.workload.profile import ProfiledModel
 

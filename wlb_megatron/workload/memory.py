@@ -347,7 +347,7 @@ def is_last(layout: Layout, stage: int) -> bool:
 
 def keys_bytes(shape: Model, layout: Layout) -> int:
     """Bytes that a stage keeps for each token held of a document in chunks: keys and values of all its layers, and
-    their gradients, which are summed in fp32 at least (attention/key_cache.py)."""
+    their gradients, which are summed in fp32 at least (attention/kv_exchange.py)."""
     return keyed_layers(shape.layers) * _layer_keys_bytes(shape, layout)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from wlb_megatron.errors import WlbError
 from wlb_megatron.whole_files import write_whole
-from wlb_megatron.workload.costs import Costs
+from wlb_megatron.workload.cost_model import Costs
 from wlb_megatron.workload.model import Experts, Model, ffn_parameters
 
 FORMAT = 1

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from wlb_megatron.attention.kernels import kernel_choice
 from wlb_megatron.attention.kernels.torch_backend import TorchKernels
-from wlb_megatron.sharding.alignment import padding
+from wlb_megatron.sharding.slots import padding
 
 HEADS, KV_HEADS, DIM = 8, 2, 128
 SCALE = DIM**-0.5

@@ -19,8 +19,8 @@ from wlb_megatron.attention.kernels import kernel_choice
 from wlb_megatron.attention.kernels.torch_backend import TorchKernels
 from wlb_megatron.attention.sharded_attention import apply_sink, sink_gradient
 from wlb_megatron.sharding.attention_calls import attention_layout
+from wlb_megatron.sharding.cut import shard
 from wlb_megatron.sharding.segments import ShardPlan
-from wlb_megatron.sharding.select import shard
 
 
 def exact(lengths: np.ndarray, x: SimpleNamespace, case: Case, sink: Tensor | None) -> list[Tensor]:

@@ -16,10 +16,9 @@ from wlb_megatron.attention import kv_exchange
 from wlb_megatron.attention.device_layout import DeviceExchange, DeviceLayout, device_layout
 from wlb_megatron.attention.kernels.row_sums import apart, side_by_side
 from wlb_megatron.attention.sharded_attention import Kernels, LayerSettings, sharded_attention
-from wlb_megatron.sharding.attention_calls import AttentionLayout, attention_layout
-from wlb_megatron.sharding.exchange import ExchangePlan
+from wlb_megatron.sharding.attention_calls import AttentionLayout, ExchangePlan, attention_layout
+from wlb_megatron.sharding.cut import shard
 from wlb_megatron.sharding.segments import ShardPlan
-from wlb_megatron.sharding.select import shard
 
 Mixes = dict[str, list[int]]
 

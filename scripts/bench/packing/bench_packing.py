@@ -39,7 +39,8 @@ from wlb_megatron.packing.packer import Packer, PackingJob
 from wlb_megatron.packing.sample_choices import repeating_planner
 from wlb_megatron.packing.varlen.items import Limits
 from wlb_megatron.packing.varlen.varlen_packer import VarlenPacker
-from wlb_megatron.pipeline.kept_layers import Load, plan_kept_layers, stage_orders
+from wlb_megatron.pipeline.kept_layers import Load, plan_kept_layers
+from wlb_megatron.pipeline.orders import grouped_orders
 from wlb_megatron.plan import IterationPlan, Piece
 from wlb_megatron.report.terminal import print_table, progress
 from wlb_megatron.workload.cost_model import CostModel
@@ -291,7 +292,7 @@ def recompute_rows() -> Iterator[dict[str, Any]]:
         layers = 16 // chunks
         chunk = ModelChunk(layers=layers, recomputed=layers, floor=layers * LAYER["input"], **LAYER)
         memory = StageMemory(chunks=(chunk,) * chunks, ends=28, keys=12_000)
-        order, times = stage_orders(4, count, chunks, groups)[0], []
+        order, times = grouped_orders(4, groups or (1,) * count, chunks)[0], []
         for _ in range(30):
             began = time.perf_counter()
             plan = plan_kept_layers(order, loads, memory, 60 * GIB)

@@ -13,8 +13,8 @@ import numpy as np
 
 from scripts.bench.start import STEP
 from scripts.csv_files import write_csv
-from wlb_megatron.sharding.alignment import padded
-from wlb_megatron.sharding.select import shard_all
+from wlb_megatron.sharding.cut import shard_all
+from wlb_megatron.sharding.slots import padded
 from wlb_megatron.simulator.iteration import Shards, Simulated, simulate
 from wlb_megatron.simulator.job_flags import calibrated
 from wlb_megatron.simulator.model import LayerModel

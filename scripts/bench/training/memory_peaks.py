@@ -33,7 +33,8 @@ from scripts.csv_files import write_csv
 from scripts.environment import cpu_environment
 from scripts.warm_ranks import WarmRanks
 from wlb_megatron.documents.lengths import long_tailed
-from wlb_megatron.pipeline.kept_layers import Load, floor_peak, stage_orders
+from wlb_megatron.pipeline.kept_layers import Load, floor_peak
+from wlb_megatron.pipeline.orders import grouped_orders
 from wlb_megatron.workload.memory import GIB, chunked_bytes, stage_memory, token_bytes, weight_bytes
 from wlb_megatron.workload.model import Experts, Layout, Model
 
@@ -413,7 +414,7 @@ def plan_peak(report: dict[str, Any], shape: Model, layout: Layout, plan: dict[s
     if not plan["by_the_flags"]:
         return int(plan["peak"])
     memory = stage_memory(shape, layout, report["stage"], plan["layers"], depths=report["depths"])
-    orders = stage_orders(layout.pipeline, len(plan["loads"]), len(plan["layers"]), plan["groups"] or None)
+    orders = grouped_orders(layout.pipeline, plan["groups"] or (1,) * len(plan["loads"]), len(plan["layers"]))
     return floor_peak(orders[report["stage"]], [Load(**load) for load in plan["loads"]], memory)
 
 

@@ -17,13 +17,12 @@ from wlb_megatron.plugin.flags.training_job import TrainingJob
 from wlb_megatron.workload.cost_model import (
     MICRO_BATCH_TOKENS,
     CostModel,
-    backward_over_forward,
+    MicroBatchCost,
     document_cost,
     quadratic_at,
     with_windows,
 )
-from wlb_megatron.workload.costs import MicroBatchCost
-from wlb_megatron.workload.costs import micro_batch_cost as costs_of_micro_batch
+from wlb_megatron.workload.cost_model import micro_batch_cost as costs_of_micro_batch
 from wlb_megatron.workload.kernel_table import h100
 from wlb_megatron.workload.memory import GIB, keys_bytes
 from wlb_megatron.workload.model import Model
@@ -58,7 +57,7 @@ def cost_model(job: TrainingJob) -> CostModel:
         per_micro_batch.own,
         per_micro_batch.least,
         per_micro_batch.chunk,
-        backward=backward_over_forward(job.recomputed_share),
+        backward=2 + job.recomputed_share,
     )
     return cost.with_micro_batch_cost(config.micro_batch_cost)
 

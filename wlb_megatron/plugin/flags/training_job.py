@@ -20,8 +20,8 @@ from wlb_megatron.plugin.flags.data_paths import DataPaths, FineTuning
 from wlb_megatron.plugin.flags.trained_model import MemoryFlags, TrainedModel, balancing_of, layer_kinds
 from wlb_megatron.plugin.flags.versions import megatron_version
 from wlb_megatron.refusals import delta_nets, one_length
-from wlb_megatron.sharding.alignment import multiple
-from wlb_megatron.workload.costs import Costs
+from wlb_megatron.sharding.slots import multiple
+from wlb_megatron.workload.cost_model import Costs
 from wlb_megatron.workload.model import Layout
 from wlb_megatron.workload.profile import Profile, read_profile
 

@@ -9,8 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from wlb_megatron.attention.core_attention import WlbCoreAttention, wlb_core_attention
-from wlb_megatron.attention.rope import PlannedRotaryEmbedding
+from wlb_megatron.attention.core_attention import PlannedRotaryEmbedding, WlbCoreAttention, wlb_core_attention
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.plugin.job_state import part
 from wlb_megatron.plugin.model.delta_nets import begin_at_documents, is_delta_net

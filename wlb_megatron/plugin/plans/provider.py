@@ -53,7 +53,7 @@ from wlb_megatron.plugin.plans.source import Source, first_lines, open_part
 from wlb_megatron.plugin.step import recomputation
 from wlb_megatron.plugin.step.rehearsal import longest_micro_batches
 from wlb_megatron.refusals import Refused
-from wlb_megatron.sharding.alignment import padding
+from wlb_megatron.sharding.slots import padding
 from wlb_megatron.workload.kernel_table import h100, of_gpu
 
 

@@ -61,7 +61,7 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
             documents = routing.Documents(index, len(plan.pieces), chunks)
         routing.begin(documents)
         group = process_group(plan.group)
-        params = packed_seq_params(batch.attention, batch.layout.cp_rank, group=group)
+        params = packed_seq_params(batch.attention, group=group)
         params.documents = None if batch.documents is None else batch.documents.cuda()
         params.further, params.predicted = rows, 0.0 if own_tokens is None else own_tokens.predicted
         mask_for_model = loss_mask

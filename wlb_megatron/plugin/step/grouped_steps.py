@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from wlb_megatron.attention.key_cache import clear_caches
+from wlb_megatron.attention.kv_exchange import clear_caches
 from wlb_megatron.pipeline.orders import grouped_orders, interleaved
 from wlb_megatron.plugin.job_state import part
 from wlb_megatron.plugin.model import routing

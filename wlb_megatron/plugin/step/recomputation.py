@@ -24,7 +24,8 @@ import torch
 import torch.distributed as dist
 
 from wlb_megatron.packing.limits import GpuMemory
-from wlb_megatron.pipeline.kept_layers import KeptLayers, plan_kept_layers, stage_orders
+from wlb_megatron.pipeline.kept_layers import KeptLayers, plan_kept_layers
+from wlb_megatron.pipeline.orders import grouped_orders
 from wlb_megatron.plugin.job_state import part
 from wlb_megatron.plugin.logs.metrics import Figures
 from wlb_megatron.plugin.logs.reporting import never_fatal
@@ -283,8 +284,8 @@ def _plan(state: Recomputation, batches: Sequence[PlannedMicroBatch], decoders: 
         state.optimizer = state.gpu.weights(stage)
     state.allocated, available = _available(state, stage)
     available = _agreed(state, available)
-    groups = batches[0].chunk_groups or None
-    order = stage_orders(stages, len(batches), len(decoders), groups)[stage]
+    groups = batches[0].chunk_groups or (1,) * len(batches)
+    order = grouped_orders(stages, groups, len(decoders))[stage]
     usable = 0 if state.suspended else available * 1000 // state.scale
     plan = plan_kept_layers(order, batches[0].loads, state.memory, usable)
     numbers = plan.recomputed

@@ -45,9 +45,8 @@ from wlb_megatron.plugin.step.recomputation import Recomputation, by_the_flags
 from wlb_megatron.refusals import RefusedHere
 from wlb_megatron.registry import KERNELS, SHARDINGS, builds_by_size
 from wlb_megatron.sharding.attention_calls import AttentionLayout, attention_layout
-from wlb_megatron.sharding.cut import cut
+from wlb_megatron.sharding.cut import cut, shard_all
 from wlb_megatron.sharding.segments import ShardPlan
-from wlb_megatron.sharding.select import shard_all
 from wlb_megatron.workload.cost_model import UNITS_PER_TOKEN
 
 REHEARSAL = -1
