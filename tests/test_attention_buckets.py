@@ -214,7 +214,7 @@ class Clock:
         self.now, self.each, self.built, self.lines = 0.0, each, [], []
         monkeypatch.setattr(rehearsal.time, "perf_counter", lambda: self.now)
         monkeypatch.setattr(rehearsal, "likeliest_first", self.listed)
-        monkeypatch.setattr("megatron.training.print_rank_0", self.lines.append)
+        monkeypatch.setattr(rehearsal, "print_rank_0", self.lines.append)
 
     def listed(self, chunks, met):
         graphs = [(True, None, Bucket(32, n, n)) for n in range(1, 11)]

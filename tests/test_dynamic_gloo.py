@@ -103,8 +103,7 @@ def agree_on_plans(rank: int, world: int) -> None:
     stage = Stage.of(1, world, 24_000)
     cost = group_cost(h100(), 300.0, stage.sizes)
     dynamic = DynamicSettings(
-        sizes=cost.sizes,
-        tables=cost.tables,
+        cost=cost,
         plan=partial(GroupPlanner(partial(plan_step, stage=stage, cost=cost)).plan, seconds=0.1),
         stage_rank=rank,
         closing=lambda: rank == 0 and next(asked) >= 4,
@@ -146,7 +145,7 @@ def test_ranks_whose_kernel_tables_differ_have_other_digests(monkeypatch: pytest
     def digest(table: KernelTable) -> bytes:
         cost = group_cost(table, 300.0, stage.sizes)
         # Neither plan nor store is asked: agree is replaced.
-        dynamic: Any = module.DynamicSettings(cost.sizes, cost.tables, pytest.fail, 0, lambda: False, None)
+        dynamic: Any = module.DynamicSettings(cost, pytest.fail, 0, lambda: False, None)
         return next(module.plan_groups(small_planner(), shards, dynamic)).digest
 
     assert digest(h100()) == digest(h100()) != digest(replace(h100(), call=h100().call + 1))
@@ -163,7 +162,7 @@ def test_rank_0_s_failure_to_plan_reaches_the_others_who_would_wait_for_it(monke
     notes = PlanStore.__new__(PlanStore)
     notes._store = dist.HashStore()
     cost = group_cost(h100(), 300.0, STAGE.sizes)
-    settings = module.DynamicSettings(cost.sizes, cost.tables, fails, 0, lambda: False, notes)
+    settings = module.DynamicSettings(cost, fails, 0, lambda: False, notes)
     for rank, error, says in ((0, MemoryError, "no plan"), (1, RuntimeError, "rank 0 could not make a plan")):
         monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
         with pytest.raises(error, match=says):

@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -80,8 +81,8 @@ def whole(document: int, tokens: int = 4, **changes: Any) -> PlannedMicroBatch:
 def loader_of(
     corpus: Blend, sampler: Any, layout: Layout = HOLDS_TOKENS, workers: int = 1, **more: Any
 ) -> Any:
-    how = {"workers": workers, "prefetched": 4, "pin_memory": False}
-    return make_loader(corpus, sampler, layout, **how | more)
+    of_job = {"workers": workers, "device": SimpleNamespace(on_gpu=False), "ignored_signal": None} | more
+    return make_loader(corpus, sampler, layout, SimpleNamespace(**of_job), more.get("prefetched", 4))
 
 
 def test_labels_shift_inside_a_document_before_it_is_cut_and_none_predicts_the_next_document(tmp_path):

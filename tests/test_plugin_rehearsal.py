@@ -16,7 +16,7 @@ from wlb_megatron.pipeline.kept_layers import plan_kept_layers
 from wlb_megatron.pipeline.orders import grouped_orders
 from wlb_megatron.plugin.micro_batches.loaded import Layout
 from wlb_megatron.plugin.micro_batches.planning import ShardSettings
-from wlb_megatron.plugin.step.rehearsal import KeptState, longest_micro_batches, rehearse, text
+from wlb_megatron.plugin.step.rehearsal import longest_micro_batches, rehearse, text, unchanged
 from wlb_megatron.refusals import RefusedHere
 from wlb_megatron.workload.kernel_table import h100
 from wlb_megatron.workload.memory import stage_memory
@@ -189,7 +189,8 @@ def test_fp8s_scales_and_histories_are_those_of_a_start_or_of_the_checkpoint(eng
 def test_a_model_without_fp8_needs_no_transformer_engine(monkeypatch, engine):
     monkeypatch.setattr("megatron.training.global_vars._GLOBAL_ARGS", SimpleNamespace(fp8=None))
     monkeypatch.setitem(sys.modules, "wlb_megatron.attention.kernels.te_backend", None)
-    KeptState([Chunk({"linear": torch.nn.Linear(2, 2)})]).restore()
+    with unchanged([Chunk({"linear": torch.nn.Linear(2, 2)})]):
+        pass
 
 
 def test_a_rehearsal_that_runs_out_of_memory_ends_with_a_line_that_names_sizes_and_cures(

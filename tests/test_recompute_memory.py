@@ -320,12 +320,11 @@ def test_a_megatron_whose_forward_does_not_read_the_number_runs_the_flags(monkey
     from wlb_megatron.plugin.job_state import part
     from wlb_megatron.plugin.step import recomputation
 
-    how = {"margin": 0.1, "cap": None, "on_gpu": False, "in_step": False}
     gpu = GpuMemory(GIB, TINY, FULL, 64, 1)
     none = replace(gpu, layout=replace(FULL, recompute="none"))
-    assert recomputation.begin(None, **how) is recomputation.begin(none, **how) is None
+    assert recomputation.begin(None, None) is recomputation.begin(none, None) is None
     monkeypatch.setattr(recomputation.inspect, "getsource", lambda _: "recompute_num_layers is read once")
-    line = recomputation.begin(gpu, **how)
+    line = recomputation.begin(gpu, None)
     assert line is not None and line.startswith("recomputes as the flags say in every step: this Megatron's")
     assert not part(recomputation.Recomputation).active
     monkeypatch.undo()

@@ -80,10 +80,7 @@ class Child:
                 stdout=2,
                 bufsize=0,
                 pass_fds=(writing,),
-                env={
-                    **os.environ,
-                    "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
-                },
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
             )
         finally:
             os.close(writing)
@@ -181,8 +178,14 @@ def serve() -> None:
         signal.signal(number, signal.SIG_IGN)
     # A closed pipe is no sign: processes that the parent has forked may hold it open.
     threading.Thread(target=_end_with, args=(int(sys.argv[1]),), daemon=True).start()
-    requests = _messages(sys.stdin.buffer)
-    send = partial(_write, os.fdopen(int(sys.argv[2]), "wb"))
+    requests, answers = _messages(sys.stdin.buffer), os.fdopen(int(sys.argv[2]), "wb")
+
+    def send(answer: Any) -> None:
+        message = _packed(answer)
+        answers.write(_LENGTH.pack(len(message)))
+        answers.write(message)
+        answers.flush()
+
     try:
         for answer in next(requests)(requests):
             send(answer)
@@ -197,13 +200,6 @@ def serve() -> None:
 def _messages(stream: BinaryIO) -> Iterator[Any]:
     while head := stream.read(_LENGTH.size):
         yield pickle.loads(stream.read(_LENGTH.unpack(head)[0]))
-
-
-def _write(stream: BinaryIO, answer: Any) -> None:
-    message = _packed(answer)
-    stream.write(_LENGTH.pack(len(message)))
-    stream.write(message)
-    stream.flush()
 
 
 def _end_with(parent: int) -> None:
@@ -252,47 +248,32 @@ def run_ranks(commands: Sequence[Sequence[str]], environment: Mapping[str, str],
     Once a rank fails, the others are ended, because they would wait for it. Raises WlbError with the last line of its
     stderr, TimeoutError after `seconds`, OSError if a process cannot start.
     """
+    deadline = time.monotonic() + seconds
     with ExitStack() as stack:
+
+        def scratch() -> IO[str]:
+            return stack.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace"))
+
         # Files, not pipes: a rank that prints more than a pipe holds must not wait for a reader.
-        outputs, errors = ([_scratch(stack) for _ in commands] for _ in range(2))
+        outputs, errors = ([scratch() for _ in commands] for _ in range(2))
         ranks: list[subprocess.Popen[str]] = []
         try:
             for command, out, err in zip(commands, outputs, errors, strict=True):
-                ranks.append(
-                    subprocess.Popen(
-                        command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err, text=True
-                    )
-                )
-            failed = _first_failure(ranks, time.monotonic() + seconds)
+                files: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": err}
+                ranks.append(subprocess.Popen(command, env=environment, text=True, **files))
+            while not any(statuses := [rank.poll() for rank in ranks]) and None in statuses:
+                if time.monotonic() > deadline:
+                    raise TimeoutError
+                time.sleep(_RANKS_PAUSE)
         finally:
             for rank in ranks:
                 rank.kill()
                 rank.wait()
-        if failed is not None:
-            lines = _text(errors[failed]).strip().splitlines()
-            line = lines[-1] if lines else f"a rank ended with status {ranks[failed].returncode}"
-            raise WlbError(line.removeprefix(f"[rank{failed}]: "))
-        return [_text(out) for out in outputs]
-
-
-def _first_failure(ranks: Sequence[subprocess.Popen[str]], deadline: float) -> int | None:
-    """The first rank that ends with another status than 0; None if all end well."""
-    while True:
-        statuses = [rank.poll() for rank in ranks]
-        for rank, status in enumerate(statuses):
+        for file in (*outputs, *errors):
+            file.seek(0)
+        for number, status in enumerate(statuses):
             if status:
-                return rank
-        if None not in statuses:
-            return None
-        if time.monotonic() > deadline:
-            raise TimeoutError
-        time.sleep(_RANKS_PAUSE)
-
-
-def _scratch(stack: ExitStack) -> IO[str]:
-    return stack.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace"))
-
-
-def _text(file: IO[str]) -> str:
-    file.seek(0)
-    return file.read()
+                lines = errors[number].read().strip().splitlines()
+                line = lines[-1] if lines else f"a rank ended with status {status}"
+                raise WlbError(line.removeprefix(f"[rank{number}]: "))
+        return [out.read() for out in outputs]

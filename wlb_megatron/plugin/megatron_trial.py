@@ -16,7 +16,6 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -94,11 +93,9 @@ def check() -> float:
     with tempfile.TemporaryDirectory() as folder:
         meeting = str(Path(folder) / "meeting")
         work = "from wlb_megatron.plugin import hooks, megatron_trial; megatron_trial.serve(hooks.install)"
-        command = [sys.executable, "-P", "-c", work]
+        commands = [[sys.executable, "-P", "-c", work, str(rank), meeting] for rank in range(RANKS)]
         try:
-            outputs = run_ranks(
-                [[*command, str(rank), meeting] for rank in range(RANKS)], _environment(), SECONDS
-            )
+            outputs = run_ranks(commands, _environment(), SECONDS)
         except TimeoutError:
             raise WlbError(f"it did not finish within {SECONDS} s") from None
     return judged([Comparison(*figures) for out in outputs for figures in json.loads(out.splitlines()[-1])])
@@ -139,6 +136,7 @@ def try_transformer_engine(job: TrainingJob) -> None:
     version = untried_transformer_engine(job.model.implementation)
     if version is None or not job.device.on_gpu or job.given.kernels not in ("auto", USUAL_KERNELS):
         return
+    untried = f"wlb_megatron was not tried with Transformer Engine {version}"
     cure = f"install a tried one (pip install 'transformer-engine[pytorch]{TRIED_TRANSFORMER_ENGINE}')"
     try:
         from wlb_megatron.attention.kernels.before_training import TOLERATED, worst_error
@@ -147,46 +145,27 @@ def try_transformer_engine(job: TrainingJob) -> None:
         with torch.cuda.device(job.device.index):
             largest_error = worst_error(TransformerEngineKernels(), torch.bfloat16, "cuda")
     except Exception as error:
-        raise Refused(
-            f"wlb_megatron was not tried with Transformer Engine {version}, and its attention cannot be called "
-            f"({error!r}): {cure}"
-        ) from error
+        raise Refused(f"{untried}, and its attention cannot be called ({error!r}): {cure}") from error
     if not largest_error <= TOLERATED:
         raise Refused(
-            f"wlb_megatron was not tried with Transformer Engine {version}, and its attention is off by "
-            f"{largest_error:.1e} of the largest value, {TOLERATED:.0e} is tolerated: {cure}"
+            f"{untried}, and its attention is off by {largest_error:.1e} of the largest value, {TOLERATED:.0e} is "
+            f"tolerated: {cure}"
         )
     if job.device.rank == 0:
-        print(
-            f"WARNING: wlb_megatron was not tried with Transformer Engine {version}; small calls of its attention come "
-            f"out right (within {largest_error:.0e} of the largest value)",
-            flush=True,
-        )
+        error_bound = f"within {largest_error:.0e} of the largest value"
+        print(f"WARNING: {untried}; small calls of its attention come out right ({error_bound})", flush=True)
 
 
 LENGTHS = ((9, 1, 14, 8), (5, 30, 3, 7, 11))
 """Documents (tokens) of two micro-batches, which are multiples of 2 x RANKS: none is padded."""
 
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """Of the model: one layer, every token to `topk` of `experts`."""
-
-    vocabulary: int = 64
-    hidden: int = 32
-    heads: int = 4
-    ffn: int = 48
-    experts: int = 4
-    topk: int = 2
-    base: float = 10000.0
+VOCABULARY, HIDDEN, HEADS, FFN, ROTARY_BASE = 64, 32, 4, 48, 10000.0
+EXPERTS, TOPK = 4, 2
+"""The model has one layer, in which every token goes to TOPK of the experts."""
 
 
 def loss_of(
-    weights: Mapping[str, Tensor],
-    micro_batches: Sequence[Sequence[Tensor]],
-    shape: Shape,
-    aux: float,
-    z: float,
+    weights: Mapping[str, Tensor], micro_batches: Sequence[Sequence[Tensor]], aux: float, z: float
 ) -> tuple[Tensor, int]:
     """The step's loss, a mean over its predictions, and how many these are.
 
@@ -197,22 +176,21 @@ def loss_of(
     for documents in micro_batches:
         tokens, logits = sum(map(len, documents)), []
         for ids in documents:
-            hidden, routed = _layer(weights, ids, shape)
+            hidden, routed = _layer(weights, ids)
             logits.append(routed)
-            scores = (
-                _norm(hidden, weights["decoder.final_layernorm.weight"]) @ weights["output_layer.weight"].T
-            )
+            normed = _norm(hidden, weights["decoder.final_layernorm.weight"])
+            scores = normed @ weights["output_layer.weight"].T
             total = total + functional.cross_entropy(scores[:-1], ids[1:], reduction="sum")
             predictions += len(ids) - 1
         routed = torch.cat(logits)
-        routes = torch.zeros_like(routed).scatter(1, routed.topk(shape.topk).indices, 1.0)
-        shares = routes.mean(0) / shape.topk * routed.softmax(-1).mean(0)
-        total = total + tokens * aux * shape.experts * shares.sum()
+        routes = torch.zeros_like(routed).scatter(1, routed.topk(TOPK).indices, 1.0)
+        shares = routes.mean(0) / TOPK * routed.softmax(-1).mean(0)
+        total = total + tokens * aux * EXPERTS * shares.sum()
         total = total + tokens * z * routed.logsumexp(-1).square().mean()
     return total / predictions, predictions
 
 
-def _layer(weights: Mapping[str, Tensor], ids: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
+def _layer(weights: Mapping[str, Tensor], ids: Tensor) -> tuple[Tensor, Tensor]:
     """[n, hidden] of one document, and its router's logits."""
     layer = {
         name.removeprefix("decoder.layers.0."): weight
@@ -222,16 +200,16 @@ def _layer(weights: Mapping[str, Tensor], ids: Tensor, shape: Shape) -> tuple[Te
     hidden = weights["embedding.word_embeddings.weight"][ids]
     normed = _norm(hidden, layer["input_layernorm.weight"])
     # Query, key and value of a head lie beside each other.
-    qkv = (normed @ layer["self_attention.linear_qkv.weight"].T).view(len(ids), shape.heads, 3, -1)
+    qkv = (normed @ layer["self_attention.linear_qkv.weight"].T).view(len(ids), HEADS, 3, -1)
     query, key, value = (part.transpose(0, 1) for part in qkv.unbind(2))
-    query, key = _rotated(query, shape.base), _rotated(key, shape.base)
+    query, key = _rotated(query), _rotated(key)
     out = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
     hidden = hidden + out.transpose(0, 1).flatten(1) @ layer["self_attention.linear_proj.weight"].T
     normed = _norm(hidden, layer["pre_mlp_layernorm.weight"])
     logits = normed @ layer["mlp.router.weight"].T
-    top = logits.topk(shape.topk)
+    top = logits.topk(TOPK)
     shares = torch.zeros_like(logits).scatter(1, top.indices, top.values.softmax(-1))
-    for number in range(shape.experts):
+    for number in range(EXPERTS):
         expert = f"mlp.experts.local_experts.{number}"
         gate, up = (normed @ layer[f"{expert}.linear_fc1.weight"].T).chunk(2, -1)
         answer = (functional.silu(gate) * up) @ layer[f"{expert}.linear_fc2.weight"].T
@@ -243,10 +221,10 @@ def _norm(x: Tensor, weight: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * weight
 
 
-def _rotated(x: Tensor, base: float) -> Tensor:
+def _rotated(x: Tensor) -> Tensor:
     """[heads, n, channels] at positions 0 .. n - 1, halves of the channels rotated together."""
     channels = x.shape[-1]
-    speeds = base ** (-torch.arange(0, channels, 2, dtype=x.dtype) / channels)
+    speeds = ROTARY_BASE ** (-torch.arange(0, channels, 2, dtype=x.dtype) / channels)
     angles = torch.arange(x.shape[1], dtype=x.dtype)[:, None] * speeds
     angles = torch.cat([angles, angles], -1)
     first, second = x.chunk(2, -1)
@@ -312,19 +290,18 @@ def _step(
 
     from wlb_megatron.plugin.step.losses import deferring
 
-    shape = Shape()
     generator = torch.Generator().manual_seed(0)
     documents = [
-        [torch.randint(shape.vocabulary, (length,), generator=generator) for length in lengths]
+        [torch.randint(VOCABULARY, (length,), generator=generator) for length in lengths]
         for lengths in LENGTHS
     ]
-    model = _model(shape, aux, z)
+    model = _model(aux, z)
     parameters = dict(model.module.named_parameters())
     for name in sorted(parameters):
         draw = torch.randn(parameters[name].shape, generator=generator)
         parameters[name].data.copy_(1 + 0.1 * draw if "norm" in name else 0.2 * draw)
     weights = {name: parameter.detach().double().requires_grad_() for name, parameter in parameters.items()}
-    right_loss, predictions = loss_of(weights, documents, shape, aux, z)
+    right_loss, predictions = loss_of(weights, documents, aux, z)
     expected = torch.autograd.grad(right_loss, list(weights.values()))
     model.zero_grad_buffer()
     with deferring(deferred, model.config, len(documents)):
@@ -339,13 +316,13 @@ def _step(
         )
     sums = sum(microbatch["lm loss"].double() for microbatch in losses)
     dist.all_reduce(sums)
-    plain, _ = loss_of(weights, documents, shape, 0.0, 0.0)
+    plain, _ = loss_of(weights, documents, 0.0, 0.0)
     gradients = {name: parameter.main_grad.clone() for name, parameter in parameters.items()}
     # As Megatron's log has it: a sum over a count, of all ranks. The routers' losses are not in it.
     return float(sums[0]) / predictions, gradients, float(plain), dict(zip(weights, expected, strict=True))
 
 
-def _model(shape: Any, aux: float, z: float) -> Any:
+def _model(aux: float, z: float) -> Any:
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.distributed.finalize_model_grads import finalize_model_grads
     from megatron.core.models.gpt import GPTModel
@@ -356,11 +333,11 @@ def _model(shape: Any, aux: float, z: float) -> Any:
 
     config = TransformerConfig(
         num_layers=1,
-        hidden_size=shape.hidden,
-        ffn_hidden_size=shape.ffn,
-        num_attention_heads=shape.heads,
-        num_moe_experts=shape.experts,
-        moe_router_topk=shape.topk,
+        hidden_size=HIDDEN,
+        ffn_hidden_size=FFN,
+        num_attention_heads=HEADS,
+        num_moe_experts=EXPERTS,
+        moe_router_topk=TOPK,
         moe_router_load_balancing_type="aux_loss",
         moe_aux_loss_coeff=aux,
         moe_z_loss_coeff=z or None,
@@ -385,11 +362,11 @@ def _model(shape: Any, aux: float, z: float) -> Any:
     gpt = GPTModel(
         config,
         with_wlb_attention(spec),
-        vocab_size=shape.vocabulary,
+        vocab_size=VOCABULARY,
         max_sequence_length=max(map(sum, LENGTHS)),
         share_embeddings_and_output_weights=False,
         position_embedding_type="rope",
-        rotary_base=int(shape.base),
+        rotary_base=int(ROTARY_BASE),
     )
     plan_positions(gpt)
     config.finalize_model_grads_func = finalize_model_grads

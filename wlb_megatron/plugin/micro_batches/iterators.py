@@ -20,6 +20,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from wlb_megatron.documents.blend import Blend
 from wlb_megatron.errors import WlbError
 from wlb_megatron.plugin import stores
+from wlb_megatron.plugin.flags.training_job import TrainingJob
 from wlb_megatron.plugin.micro_batches.loaded import Layout, LoadedMicroBatch, PackedDocuments, share
 from wlb_megatron.plugin.micro_batches.planning import PlannedIteration, PlannedMicroBatch
 from wlb_megatron.refusals import RefusedHere
@@ -64,29 +65,22 @@ def files_of_workers(windows: int, iteration_micro_batches: int) -> int:
 
 
 def make_loader(
-    corpus: Blend,
-    sampler: MicroBatchSampler,
-    layout: Layout,
-    *,
-    workers: int,
-    prefetched: int,
-    pin_memory: bool,
-    ignored_signal: int | None = None,
+    corpus: Blend, sampler: MicroBatchSampler, layout: Layout, job: TrainingJob, prefetched: int
 ) -> DataLoader[LoadedMicroBatch]:
     """Loader over the plan; workers read about `prefetched` micro-batches before they are asked for.
 
-    ignored_signal: the signal that a scheduler sends to all processes of a job before its end (--exit-signal-handler).
-    The trainer saves and exits then; workers that died of it would take the trainer with them first.
+    They ignore the signal that a scheduler sends to all processes of a job before its end (--exit-signal-handler). The
+    trainer saves and exits then; workers that died of it would take the trainer with them first.
     """
     return DataLoader(
         PackedDocuments(corpus, layout),
         batch_sampler=sampler,
-        num_workers=workers,
-        prefetch_factor=-(-prefetched // workers) if workers else None,
+        num_workers=job.workers,
+        prefetch_factor=-(-prefetched // job.workers) if job.workers else None,
         collate_fn=_only,
-        pin_memory=pin_memory,
-        persistent_workers=bool(workers),
-        worker_init_fn=None if ignored_signal is None else partial(_ignore, ignored_signal),
+        pin_memory=job.device.on_gpu,
+        persistent_workers=bool(job.workers),
+        worker_init_fn=None if job.ignored_signal is None else partial(_ignore, job.ignored_signal),
     )
 
 
@@ -131,9 +125,8 @@ class MicroBatchIterator:
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
-            _MultiProcessingDataLoaderIter._shutdown = (
-                True  # what is half made has none, and its destructor asks
-            )
+            # What is half made has none, and its destructor asks.
+            _MultiProcessingDataLoaderIter._shutdown = True
             raise RefusedHere(f"{SHARED_MEMORY_FULL} ({error})") from None
         self._trained = on_trained
         self._rehearsal = rehearsal

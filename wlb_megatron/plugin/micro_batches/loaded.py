@@ -198,12 +198,10 @@ class PackedDocuments(Dataset[LoadedMicroBatch]):
         self.layout = layout
 
     def __getitem__(self, micro_batch: PlannedMicroBatch) -> LoadedMicroBatch:
-        without_tokens = from_plan(micro_batch, self.layout)
-        return (
-            without_tokens._replace(held=self._read(micro_batch, without_tokens.layout.cp_rank))
-            if self.layout.reads_tokens
-            else without_tokens
-        )
+        loaded_batch = from_plan(micro_batch, self.layout)
+        if not self.layout.reads_tokens:
+            return loaded_batch
+        return loaded_batch._replace(held=self._read(micro_batch, loaded_batch.layout.cp_rank))
 
     def _read(self, micro_batch: PlannedMicroBatch, rank: int) -> HeldTokens:
         plan, rows = micro_batch.shard, 1 + self.layout.follows
@@ -221,9 +219,8 @@ class PackedDocuments(Dataset[LoadedMicroBatch]):
                 # chunk's. Further rows go on into the next chunks, but not beyond the last one. Of a document of 7
                 # tokens the chunk [3, 6) has the rows 3 4 5, 4 5 6, 5 6 0.
                 first, document_end = piece.start - piece.prefix + start, int(ends[index])
-                last = min(
-                    first + min(end + rows - 1, document_end) - start + 1, self._corpus.length(piece.document)
-                )
+                last = first + min(end + rows - 1, document_end) - start + 1
+                last = min(last, self._corpus.length(piece.document))
                 read = self._corpus.read(piece.document, first, last)
                 self._check_ids(piece.document, first, read)
                 targets = self._corpus.targets(piece.document, first + 1, last)

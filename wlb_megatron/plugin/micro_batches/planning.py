@@ -142,7 +142,7 @@ CutPlan = Callable[[IterationPlan, PlanSummary, float], RankPlan | None]
 
 def plan_iterations(planner: Planner, settings: ShardSettings) -> Iterator[PlannedIteration]:
     """Planned iterations one after another, until the planner's stream ends."""
-    return iterations_of(planner, settings, partial(_cut_plan, settings), settings.table.to_json())
+    return iterations_of(planner, settings, partial(cut_plan, settings), settings.table.to_json())
 
 
 def iterations_of(
@@ -178,7 +178,7 @@ def iterations_of(
         )
 
 
-def _cut_plan(settings: ShardSettings, plan: IterationPlan, summary: PlanSummary, start: float) -> RankPlan:
+def cut_plan(settings: ShardSettings, plan: IterationPlan, summary: PlanSummary, start: float) -> RankPlan:
     """This rank's micro-batches, padded and cut over context-parallel ranks. With an alignment of 4, pieces of 5 and 8
     tokens get a padding piece of 3."""
     padded = [pad(row[settings.dp_rank].pieces, settings.alignment) for row in plan.micro_batches]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -19,11 +19,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from wlb_megatron.child import Child
-from wlb_megatron.dynamic.plan import Group, Stage, StepPlan, fixed_groups, group_cost, token_ns
+from wlb_megatron.dynamic.plan import GroupCost, Stage, StepPlan, fixed_groups, group_cost, token_ns
 from wlb_megatron.dynamic.plan_step import FIXED, GREEDY, LATE, SOLVER, Outcome, outcomes, plan_step
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.summary import PlanSummary
-from wlb_megatron.plan import IterationPlan, Piece
+from wlb_megatron.plan import IterationPlan
 from wlb_megatron.plugin.logs.prediction import PredictGroups, group_predictor
 from wlb_megatron.plugin.micro_batches.loaded import make_groups
 from wlb_megatron.plugin.micro_batches.planning import (
@@ -39,7 +39,6 @@ from wlb_megatron.plugin.plans.source import Source
 from wlb_megatron.plugin.stores import PlanStore
 from wlb_megatron.sharding.cut import cut, pad
 from wlb_megatron.workload.assumptions import Assumptions
-from wlb_megatron.workload.kernel_table import KernelTable
 
 SOURCES = (GREEDY, SOLVER, FIXED, LATE)
 SPARE_PLANS = 2
@@ -53,14 +52,13 @@ PATIENCE = 0.05
 class DynamicSettings:
     """How dynamic groups are planned and sent.
 
-    sizes, tables: group sizes, and the kernel table of each. plan: makes rank 0's plans from tokens and fixed groups;
+    cost: group sizes, and the kernel table of each. plan: makes rank 0's plans from tokens and fixed groups;
     rank 0 leaves them in the `store`, until it is `closing`. stage_rank: this process's number among the stage's data x
     context parallel ranks. predict: milliseconds of an iteration from its groups and tokens, on the rank that reports
     them.
     """
 
-    sizes: tuple[int, ...]
-    tables: tuple[KernelTable, ...]
+    cost: GroupCost
     plan: Callable[[list[int], StepPlan], Outcome]
     stage_rank: int
     closing: Callable[[], bool]
@@ -69,9 +67,7 @@ class DynamicSettings:
 
 
 def training_plans(
-    source: Source,
-    shards: ShardSettings,
-    plan_ahead: Callable[[], PlanAhead],
+    source: Source, shards: ShardSettings, plan_ahead: Callable[[], PlanAhead]
 ) -> Callable[[], Iterator[PlannedIteration]]:
     """Make the process groups (on all ranks at once) and return what makes the plans, to be run in a thread.
 
@@ -80,31 +76,22 @@ def training_plans(
     """
     planner, job, config = source.planner, source.job, source.config
     make_groups(timedelta(minutes=job.timeout))
-    stage_ranks = dist.get_process_group_ranks(
-        parallel_state.get_data_parallel_group(with_context_parallel=True)
-    )
+    stage_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    stage_ranks = dist.get_process_group_ranks(stage_group)
     max_tokens = planner.packer.max_tokens // shards.alignment * shards.alignment
     assert config.quadratic_at is not None
     stage = Stage.of(shards.cp_size, len(stage_ranks) // shards.cp_size, max_tokens)
-    sizes = job.sizes
-    per_token = token_ns(shards.table, config.quadratic_at)
     cost = group_cost(
-        *(shards.table, per_token, stage.sizes),
-        tensor=sizes.tensor,
+        *(shards.table, token_ns(shards.table, config.quadratic_at), stage.sizes),
+        tensor=job.sizes.tensor,
         assumptions=Assumptions().with_links(job.costs),
         sharding=shards.sharding,
     )
     group_planner = None
     if dist.get_rank() == 0:
-        group_planner = GroupPlanner(
-            partial(
-                plan_step,
-                stage=stage,
-                cost=cost,
-                pipeline=sizes.pipeline,
-                multiple=sizes.micro_step_multiple,
-            )
-        )
+        pipeline, multiple = job.sizes.pipeline, job.sizes.micro_step_multiple
+        work = partial(plan_step, stage=stage, cost=cost, pipeline=pipeline, multiple=multiple)
+        group_planner = GroupPlanner(work)
 
     def plan(tokens: list[int], fixed: StepPlan) -> Outcome:
         """Rank 0's groups of an iteration: a plan takes as long as an iteration does, of which a solver gets at most
@@ -121,8 +108,7 @@ def training_plans(
         )
 
     dynamic = DynamicSettings(
-        sizes=cost.sizes,
-        tables=cost.tables,
+        cost=cost,
         plan=plan,
         stage_rank=stage_ranks.index(dist.get_rank()),
         closing=lambda: plan_ahead().closing,
@@ -188,6 +174,7 @@ def plan_groups(
     """Planned iterations one after another, until the planner's stream ends; every rank has equally many
     micro-batches in each. The packer has decided which documents train."""
     numbers = itertools.count()
+    table_of = dict(zip(dynamic.cost.sizes, dynamic.cost.tables, strict=True))
 
     def cut_groups(plan: IterationPlan, summary: PlanSummary, start: float) -> RankPlan | None:
         # 1. Rank 0 places them on groups, and all ranks hear of it. Of documents with 9, 5 and 30 tokens on 4 ranks one
@@ -202,8 +189,10 @@ def plan_groups(
         counts = shards.predictions(pieces)
         micro_batches = []
         for index, group in enumerate(steps.of_rank(dynamic.stage_rank)):
-            padded_pieces = padded_group(group, pieces, shards)
-            table = dynamic.tables[dynamic.sizes.index(group.size)]
+            # With the padding that makes the group's tokens divide; a group without documents is all padding.
+            alignment = shards.alignment // shards.cp_size * group.size
+            padded_pieces = pad(tuple(pieces[document] for document in group.documents), alignment)
+            table = table_of[group.size]
             lengths = np.array([piece.tokens for piece in padded_pieces], dtype=np.int64)
             (shard_plan,) = cut([lengths], group.size, shards.sharding, table)
             micro_batches.append(
@@ -217,16 +206,8 @@ def plan_groups(
         predicted_ms = None if dynamic.predict is None else dynamic.predict(steps, tokens)
         return RankPlan(tuple(micro_batches), predicted_ms, steps.encode().tobytes())
 
-    tables = "".join(
-        f"{size} {table.to_json()}" for size, table in zip(dynamic.sizes, dynamic.tables, strict=True)
-    )
+    tables = "".join(f"{size} {table.to_json()}" for size, table in table_of.items())
     return iterations_of(planner, shards, cut_groups, tables)
-
-
-def padded_group(group: Group, pieces: Sequence[Piece], shards: ShardSettings) -> tuple[Piece, ...]:
-    """A group's pieces with the padding that makes its tokens divide; a group without documents is all padding."""
-    alignment = shards.alignment // shards.cp_size * group.size
-    return pad(tuple(pieces[document] for document in group.documents), alignment)
 
 
 def agree(

@@ -5,20 +5,22 @@ from __future__ import annotations
 
 import atexit
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from megatron.core import parallel_state
+from megatron.core.num_microbatches_calculator import get_current_running_global_batch_size
+from megatron.training import get_args, print_rank_0
+from megatron.training.utils import is_last_rank
 
 from wlb_megatron.child import Child
 from wlb_megatron.documents.blend import predictions_in
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.carry import began_otherwise, saved_choices, weighs_equally
-from wlb_megatron.plan import Piece
 from wlb_megatron.plugin import stores
 from wlb_megatron.plugin.flags.limits import cost_model, recompute_memory
 from wlb_megatron.plugin.flags.refusal_printing import checked
@@ -33,7 +35,6 @@ from wlb_megatron.plugin.micro_batches.iterators import (
     MicroBatchSampler,
     RepeatedIterations,
     make_loader,
-    read_ahead,
 )
 from wlb_megatron.plugin.micro_batches.loaded import Layout, LoadedMicroBatch
 from wlb_megatron.plugin.micro_batches.planning import (
@@ -65,8 +66,6 @@ def make_provider(job_sources: Callable[[], dict[str, Source]]) -> Callable[...,
     iterators: list[tuple[Any, Any, Any]] = []
 
     def provider(train_valid_test_num_samples: Any, vp_stage: int | None = None) -> tuple[Any, Any, Any]:
-        from megatron.training import get_args, print_rank_0
-
         if vp_stage:
             return iterators[0]
         sources, args = job_sources(), get_args()
@@ -136,7 +135,8 @@ def _evaluation(source: Source) -> EvaluationIterator:
     # Kept for the whole run: one rank's share.
     shares = (replace(iteration, state=dict, plan=None) for iteration in coming)
     repeated = RepeatedIterations(shares, None if evaluation.full else evaluation.iterations)
-    loader = rank_loader(source, MicroBatchSampler(repeated), rank_layout(source))
+    sampler, layout = MicroBatchSampler(repeated), rank_layout(source)
+    loader = make_loader(source.corpus, sampler, layout, source.job, source.read_ahead)
     return EvaluationIterator(loader, repeated, covers_set=evaluation.full)
 
 
@@ -146,20 +146,11 @@ PLANS_AHEAD = 4
 
 def training_iterator(source: Source, agreement: PlanAgreement) -> MicroBatchIterator:
     """Called on every rank at once. agreement: begun."""
-    from megatron.training import get_args, print_rank_0
-
     job = source.job
     spans, traced = stores.common_store("trace"), _traced(source)
     remember(source, source.planner.snapshot())
-    line = recomputation.begin(
-        recompute_memory(job),
-        margin=source.config.memory_margin,
-        cap=source.config.gpu_memory,
-        on_gpu=job.device.on_gpu,
-        in_step=job.trainer.in_step,
-        registered=getattr(get_args(), "nccl_ub", False),
-    )
-    if line:
+    registered = getattr(get_args(), "nccl_ub", False)
+    if line := recomputation.begin(recompute_memory(job), job, registered=registered):
         print_rank_0(f"> wlb_megatron: {line}")
     settings, layout = reporting(shard_settings(source), source), rank_layout(source)
     stores.share_failures()
@@ -223,7 +214,7 @@ def training_iterator(source: Source, agreement: PlanAgreement) -> MicroBatchIte
     if weighs_equally(source.config, source.planner.packer):
         equal_tokens = max(1, round(job.batches.joined_window * job.sizes.data * source.trained_share))
     iterator = MicroBatchIterator(
-        rank_loader(source, sampler, layout),
+        make_loader(source.corpus, sampler, layout, job, source.read_ahead),
         trained,
         rehearsal,
         equal_tokens,
@@ -234,9 +225,6 @@ def training_iterator(source: Source, agreement: PlanAgreement) -> MicroBatchIte
 
 def _plan_ahead(source: Source, settings: ShardSettings) -> PlanAhead:
     """What makes iterations early: a thread that plans, or that takes the plans of a process or of dynamic groups."""
-    from megatron.training import print_rank_0
-    from megatron.training.utils import is_last_rank
-
     planner, config = source.planner, source.config
     make: Callable[[], Iterator[PlannedIteration]] = partial(plan_iterations, planner, settings)
     processes: list[Child] = []
@@ -258,9 +246,6 @@ def _plan_ahead(source: Source, settings: ShardSettings) -> PlanAhead:
 def _check_count(planned_iteration: PlannedIteration, micro_batch_size: int) -> None:
     """Refused if Megatron's count of windows is not the plan's: its checkpoint would then be of another number of
     samples than the packing state in it. micro_batch_size: windows."""
-    from megatron.core.num_microbatches_calculator import get_current_running_global_batch_size
-    from megatron.training import get_args
-
     before, size = get_args().consumed_train_samples, get_current_running_global_batch_size()
     if (before + size) // micro_batch_size != planned_iteration.samples:
         raise Refused(
@@ -279,8 +264,6 @@ def _traced(source: Source) -> trace.Traced | None:
 
 
 def _print_skipped(planned_iteration: PlannedIteration) -> None:
-    from megatron.training import print_rank_0
-
     summary = planned_iteration.micro_batches[0].summary
     print_rank_0(
         f"> wlb_megatron: an iteration of --iterations-to-skip: its {summary.documents} documents, {summary.tokens} "
@@ -290,8 +273,6 @@ def _print_skipped(planned_iteration: PlannedIteration) -> None:
 
 def reporting(settings: ShardSettings, source: Source) -> ShardSettings:
     """On the rank that logs: with the prediction of each iteration's time, as planned and in arrival order."""
-    from megatron.training.utils import is_last_rank
-
     job = source.job
     if not is_last_rank():
         return settings
@@ -301,22 +282,11 @@ def reporting(settings: ShardSettings, source: Source) -> ShardSettings:
     if predict is None:
         return settings
     settings = replace(settings, predict=predict)
-    return replace(
-        settings, arrival_order=partial(in_arrival_order, settings, cost_model(job), job.sizes.data)
-    )
-
-
-def _predictions(source: Source) -> Callable[[Sequence[Piece]], tuple[int, ...]]:
-    """Counts an iteration's predictions by depth, where losses are scaled by them: multi-token prediction, fp16. Or
-    where the log counts them: with masks."""
-    model = source.job.model
-    depths, counts = model.depths, model.dtype == "float16" or source.corpus.masked
-    return partial(predictions_in, source.corpus, depths) if depths or counts else nothing_counted
+    arrival_order = partial(in_arrival_order, settings, cost_model(job), job.sizes.data)
+    return replace(settings, arrival_order=arrival_order)
 
 
 def shard_settings(source: Source) -> ShardSettings:
-    from megatron.core import parallel_state
-
     job, model, tp = source.job, source.job.model, source.job.sizes.tensor
     kernels, _ = job.kernels()
     if job.costs is not None:
@@ -327,6 +297,9 @@ def shard_settings(source: Source) -> ShardSettings:
         table = h100()
     if kernels == "cudnn":
         table = replace(table, backend=kernels)  # whoever's times: its graphs bound what one call may hold
+    # An iteration's predictions by depth, where losses are scaled by them: multi-token prediction, fp16. Or where the
+    # log counts them: with masks.
+    counts = model.depths or model.dtype == "float16" or source.corpus.masked
     heads = {"heads": model.shape.heads // tp, "kv_heads": max(1, model.shape.kv_heads // tp)}
     return ShardSettings(
         dp_rank=parallel_state.get_data_parallel_rank(),
@@ -336,13 +309,11 @@ def shard_settings(source: Source) -> ShardSettings:
         in_step=job.trainer.in_step,
         keeps_layers=recompute_memory(job) is not None,
         table=table.scaled(**heads, head_dim=model.shape.head_dim),
-        predictions=_predictions(source),
+        predictions=partial(predictions_in, source.corpus, model.depths) if counts else nothing_counted,
     )
 
 
 def rank_layout(source: Source) -> Layout:
-    from megatron.core import parallel_state
-
     model, sizes = source.job.model, source.job.sizes
     return Layout(
         cp_rank=parallel_state.get_context_parallel_rank(),
@@ -358,17 +329,4 @@ def rank_layout(source: Source) -> Layout:
         vocabulary=model.vocabulary,
         gathers=model.shape.delta_nets is not None,
         by_document=model.shape.experts is not None and "seq_aux_loss" in source.job.trainer.balancing,
-    )
-
-
-def rank_loader(source: Source, sampler: MicroBatchSampler, layout: Layout) -> DataLoader[LoadedMicroBatch]:
-    job = source.job
-    return make_loader(
-        source.corpus,
-        sampler,
-        layout,
-        workers=job.workers,
-        prefetched=read_ahead(source.micro_batches, source.most_micro_batches),
-        pin_memory=job.device.on_gpu,
-        ignored_signal=job.ignored_signal,
     )

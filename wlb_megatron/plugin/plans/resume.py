@@ -113,9 +113,8 @@ def wrap_load_base_checkpoint(original: Callable[..., Any]) -> Callable[..., Any
         if isinstance(contents, dict) and "args" in contents:
             states, saved = part(PackingStates), getattr(contents["args"], ATTRIBUTE, None)
             states.loaded_state = None if saved is None else _opened(saved)
-            states.text = (
-                saved  # not into args, which Megatron prints after --use-checkpoint-args has read it
-            )
+            # Not into args, which Megatron prints after --use-checkpoint-args has read it.
+            states.text = saved
         return result
 
     return load_base_checkpoint
@@ -179,9 +178,8 @@ def restore(source: Source, loaded_at: LoadedAt) -> tuple[Source, list[str]]:
         lines = ["a new document order begins: nothing has trained that --wlb-fresh-order could continue"]
     planner = source.planner
     for size in planner.schedule.from_now(planner.samples):
-        if problem := misfit(
-            size * micro_batch_size, sizes, micro_batch_size, by_plan=plan_decides(source.config)
-        ):
+        by_plan = plan_decides(source.config)
+        if problem := misfit(size * micro_batch_size, sizes, micro_batch_size, by_plan=by_plan):
             raise Refused(f"this run comes to global batches that cannot train: {problem}")
     return source, lines
 
@@ -206,24 +204,19 @@ def _continue(source: Source, loaded_at: LoadedAt) -> list[str]:
         first_sample = planner.began * micro_batch_size
         return [f"the document order taken up at sample {first_sample:,} goes on: --wlb-fresh-order is done"]
     if not fresh:
-        goes_on = (
-            [f"the document order goes on at sample {loaded_at.samples:,}"]
-            if loaded_at.iteration == 0
-            else []
-        )
-        return [*goes_on, *_length_kept(source, unmoved)]
-    began_at = [
-        f"takes up the document order at sample {loaded_at.samples:,}: {changed or 'as --wlb-fresh-order asks'}"
-    ]
+        lines = _length_kept(source, unmoved)
+        if loaded_at.iteration == 0:
+            lines = [f"the document order goes on at sample {loaded_at.samples:,}", *lines]
+        return lines
+    why = changed or "as --wlb-fresh-order asks"
+    began_at = f"takes up the document order at sample {loaded_at.samples:,}: {why}"
     try:
-        return [
-            *began_at,
-            *_lines_of(take_up(planner, micro_batches, state["planner"], next_epoch=not changed)),
-        ]
+        carried = take_up(planner, micro_batches, state["planner"], next_epoch=not changed)
+        return [began_at, *_lines_of(carried)]
     except (ValueError, *DAMAGE):
         planner.stream.load_state(unmoved)
         planner.begin_at(micro_batches)
-        return [*began_at, "its state cannot be read: all corpora begin, and what waited is not known"]
+        return [began_at, "its state cannot be read: all corpora begin, and what waited is not known"]
 
 
 def _length_kept(source: Source, before: dict[str, Any]) -> list[str]:

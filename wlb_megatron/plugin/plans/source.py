@@ -33,7 +33,7 @@ from wlb_megatron.plugin.flags.limits import (
 )
 from wlb_megatron.plugin.flags.training_job import TrainingJob
 from wlb_megatron.plugin.logs.prediction import plan_times
-from wlb_megatron.plugin.micro_batches.iterators import files_of_workers
+from wlb_megatron.plugin.micro_batches.iterators import files_of_workers, read_ahead
 from wlb_megatron.registry import KERNELS
 from wlb_megatron.workload.cost_model import UNITS_PER_TOKEN
 from wlb_megatron.workload.memory import GIB
@@ -44,23 +44,22 @@ from wlb_megatron.workload.profile import Profile, host_name
 class Source:
     """One part (train, valid or test) of the corpus and the planner over it.
 
-    job: the job with the settings of this part. micro_batches: one data-parallel rank's by Megatron's count, at most.
-    most_micro_batches: the most that an iteration is planned with. mean_length: mean tokens of a sample of the pieces.
-    names: corpora that have documents in this part. documents: their number, in all corpora. messages: lines about the
-    packer's choice. longest: tokens of a document that is not split, at most. trained_share: share of the tokens that
-    are targets. train_samples: windows until the last epoch ends, None if epochs do not end the run.
+    job: the job with the settings of this part. read_ahead: micro-batches that a loader's workers read before they are
+    asked for. mean_length: mean tokens of a sample of the pieces. names: corpora that have documents in this part.
+    documents: their number, in all corpora. messages: lines about the packer's choice. longest: tokens of a document
+    that is not split, at most. trained_share: share of the tokens that are targets. train_samples: windows until the
+    last epoch ends, None if epochs do not end the run.
     """
 
     corpus: Blend
     planner: Planner
     job: TrainingJob
-    micro_batches: int
+    read_ahead: int
     mean_length: float
     names: tuple[str, ...]
     documents: int
     messages: tuple[str, ...] = ()
     longest: int = 0
-    most_micro_batches: int = 0
     trained_share: float = 1.0
     train_samples: int | None = None
 
@@ -124,11 +123,9 @@ def open_part(
     keeps_layers: see packing.carry.chosen.
     """
     blend_and_corpora = documents(job.data, part, blends)
-    return (
-        None
-        if blend_and_corpora is None
-        else _source(*(job, batches, *blend_and_corpora), endless=part == "train", keeps_layers=keeps_layers)
-    )
+    if blend_and_corpora is None:
+        return None
+    return _source(job, batches, *blend_and_corpora, endless=part == "train", keeps_layers=keeps_layers)
 
 
 def _validation_sets(
@@ -165,11 +162,9 @@ def _source(
     keeps_layers: bool = True,
 ) -> Source:
     sizes, of, alignment, config = job.sizes, job.batches, job.alignment, job.config
-    window, micro_batch_size = (
-        (of.joined_window, of.micro_batch_size)
-        if endless
-        else (of.evaluated_window, of.evaluated_micro_batch_size)
-    )
+    window, micro_batch_size = of.joined_window, of.micro_batch_size
+    if not endless:
+        window, micro_batch_size = of.evaluated_window, of.evaluated_micro_batch_size
     # Documents are cut at --seq-length; a micro-batch is packed as one window of micro_batch_size x --seq-length.
     smallest_batch = min(size for _, size in batches.steps) // sizes.data
     batches = batches.joined(micro_batch_size)
@@ -211,10 +206,8 @@ def _source(
     no_chunks, planned_config = job.trainer.chunks_refused(config.chunks), config
     if endless and job.given.chunks == config.chunks == "off" and overlong != "chunk":
         # Whole documents as auto takes them, so that the line on chunks says what the flag costs.
-        no_chunks, planned_config = (
-            [("--wlb-chunks off", "leave it out"), *no_chunks],
-            replace(config, chunks="auto"),
-        )
+        no_chunks = [("--wlb-chunks off", "leave it out"), *no_chunks]
+        planned_config = replace(config, chunks="auto")
     packing = PackingJob(
         config=planned_config,
         cost=cost_model(weighed),
@@ -254,13 +247,12 @@ def _source(
         blend,
         planner,
         job,
-        windows,
+        read_ahead(windows, micro_batch_limit),
         mean_length=sum(sample) / len(sample),
         names=tuple(distinguish([corpus.name for corpus in corpora])),
         documents=sum(len(corpus.lengths) for corpus in corpora),
         messages=tuple(messages),
         longest=longest_document,
-        most_micro_batches=micro_batch_limit,
         trained_share=blend.trained_share(corpora, rules),
         train_samples=samples,
     )
@@ -275,10 +267,8 @@ def steps_of(corpora: list[Corpus], rules: Rules, step_tokens: int) -> tuple[int
     """
     assert rules.epochs is not None
     lengths = [rules.kept(np.asarray(corpus.lengths, dtype=np.int64)) for corpus in corpora]
-    tokens, longest_document = (
-        sum(int(each.sum()) for each in lengths),
-        max(int(each.max()) for each in lengths),
-    )
+    tokens = sum(int(each.sum()) for each in lengths)
+    longest_document = max(int(each.max()) for each in lengths)
     steps = (rules.epochs * tokens - longest_document) // step_tokens + 1
     return steps, (
         f"{rules.epochs} epochs of {tokens:,} tokens take {steps:,} steps, {tokens / step_tokens:,.1f} an epoch"

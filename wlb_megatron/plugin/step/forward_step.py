@@ -40,15 +40,8 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
         tokens = labels = loss_mask = position_ids = None
         rows = None
         if own_tokens is not None:
-            rows = tuple(
-                tensor.cuda(non_blocking=True)
-                for tensor in (
-                    own_tokens.tokens,
-                    own_tokens.labels,
-                    own_tokens.loss_mask,
-                    own_tokens.position_ids,
-                )
-            )
+            *tensors, _ = own_tokens  # the last is a number
+            rows = tuple(tensor.cuda(non_blocking=True) for tensor in tensors)
             tokens, labels, loss_mask, position_ids = (of_depths[:1] for of_depths in rows)
         routed, sequence_parallel = {}, batch.layout.activation_divisor > 1  # under sequence parallelism
         if batch.padding_mask is not None:

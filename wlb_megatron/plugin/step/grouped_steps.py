@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 
 from wlb_megatron.attention.kv_exchange import clear_caches
 from wlb_megatron.pipeline.orders import grouped_orders, interleaved
@@ -113,8 +114,6 @@ def running(sizes: Sequence[int], micro_batches: int, chunks: int = 1) -> Iterat
     sizes: micro-batches of each group, in order; empty if the step is Megatron's own. chunks: model
     chunks of a stage. Raises RuntimeError where the step is of another number of micro-batches.
     """
-    from megatron.core import parallel_state
-
     if not sizes:
         yield
         return
@@ -172,16 +171,13 @@ def wrap_total_stages(original: Callable[..., Any]) -> Callable[..., Any]:
 def wrap_get_pp_rank_microbatches(original: Callable[..., Any]) -> Callable[..., Any]:
     """get_pp_rank_microbatches as planned: how many forwards the interleaved schedule runs, whether all of them ahead,
     how many ahead, and how many not."""
-    from megatron.core import parallel_state as state
 
     def get_pp_rank_microbatches(*args: Any, **kwargs: Any) -> Any:
         step, counts = part(Running).step, original(*args, **kwargs)
         if step is None or step.interleaved is None:
             return counts
-        stages, stage = (
-            state.get_pipeline_model_parallel_world_size(),
-            state.get_pipeline_model_parallel_rank(),
-        )
+        stages = parallel_state.get_pipeline_model_parallel_world_size()
+        stage = parallel_state.get_pipeline_model_parallel_rank()
         warm_up = step.interleaved.ahead(stages, stage)
         return counts[0], warm_up == counts[0], warm_up, counts[0] - warm_up
 
@@ -211,9 +207,8 @@ def _take_scales() -> list[list[Any]]:
 
 def _put_scales(scales: Sequence[Sequence[Any]]) -> None:
     """Append to the queues what _take_scales returned."""
-    for queue, of_module in zip(
-        _queues(), scales, strict=False
-    ):  # modules that ran later have queues behind these
+    # Modules that ran later have queues behind these.
+    for queue, of_module in zip(_queues(), scales, strict=False):
         queue.extend(of_module)
 
 
@@ -222,9 +217,8 @@ def _queues() -> Sequence[deque[Any]]:
     quantization = sys.modules.get("transformer_engine.pytorch.quantization")
     if quantization is None:
         return ()
-    queues: list[deque[Any]] = (
-        quantization.FP8GlobalStateManager.quantization_state.fp8_tensors_recompute_buffer
-    )
+    state = quantization.FP8GlobalStateManager.quantization_state
+    queues: list[deque[Any]] = state.fp8_tensors_recompute_buffer
     return queues
 
 

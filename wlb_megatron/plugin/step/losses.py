@@ -32,6 +32,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 
 from wlb_megatron.plugin.job_state import part
 from wlb_megatron.refusals import RefusedHere
@@ -44,8 +45,6 @@ def divided_losses(config: Any, tokens: int) -> Iterator[None]:
     config: the model's, which holds Megatron's functions for the loss scale and for reducing gradients. The losses of
     routers and of multi-token prediction take their scale from it, too.
     """
-    from megatron.core import parallel_state
-
     scale, finalize = config.grad_scale_func, config.finalize_model_grads_func
 
     def scale_divided(loss: Any) -> Any:
@@ -117,9 +116,8 @@ def unchecked() -> Iterator[None]:
     from megatron.core.rerun_state_machine import get_rerun_state_machine
 
     machine = get_rerun_state_machine()
-    machine.validate_result = lambda *_, **__: (
-        None
-    )  # its mode `disabled` still ends a job, at a NaN that nobody uses
+    # Its mode `disabled` still ends a job, at a NaN that nobody uses.
+    machine.validate_result = lambda *_, **__: None
     try:
         yield
     finally:
@@ -228,9 +226,8 @@ def returns_its_losses(model: Any) -> bool:
     """
     from megatron.training import print_rank_0
 
-    changes = _what_may_change(
-        model[-1] if isinstance(model, list) else model
-    )  # the last chunk makes the losses
+    # The last chunk makes the losses.
+    changes = _what_may_change(model[-1] if isinstance(model, list) else model)
     state = part(Deferring)
     if changes is not None and not state.reason_shown:
         state.reason_shown = True

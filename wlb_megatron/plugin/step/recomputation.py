@@ -22,10 +22,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer import transformer_block
 
 from wlb_megatron.packing.limits import GpuMemory
 from wlb_megatron.pipeline.kept_layers import KeptLayers, plan_kept_layers
 from wlb_megatron.pipeline.orders import grouped_orders
+from wlb_megatron.plugin.flags.training_job import TrainingJob
 from wlb_megatron.plugin.job_state import part
 from wlb_megatron.plugin.logs.metrics import Figures
 from wlb_megatron.plugin.logs.reporting import never_fatal
@@ -111,32 +114,24 @@ class Recomputation:
     store: Any = None
 
 
-def begin(
-    gpu: GpuMemory | None,
-    *,
-    margin: float,
-    cap: float | None,
-    on_gpu: bool,
-    in_step: bool,
-    registered: bool = False,
-) -> str | None:
+def begin(gpu: GpuMemory | None, job: TrainingJob, *, registered: bool = False) -> str | None:
     """Plan recomputation from the next step on. Returns a line for the log: why it is left off, or of the allocator.
 
-    gpu: None where nothing says what fits. cap: GiB of --wlb-gpu-memory. in_step: data-parallel ranks meet in every
-    forward and backward. registered: NCCL registers buffers (--use-nccl-ub). Called on every rank, once Megatron's
-    groups of ranks are made.
+    gpu: None where nothing says what fits. registered: NCCL registers buffers (--use-nccl-ub). Called on every rank,
+    once Megatron's groups of ranks are made.
     """
     if gpu is None or gpu.layout.recompute != "full":
         return None
     if why := _unread():
         return f"recomputes as the flags say in every step: {why}"
     state = part(Recomputation)
-    state.active, state.gpu, state.margin, state.on_gpu = True, gpu, margin, on_gpu
-    state.cap = None if cap is None else int(cap * GIB)
-    state.group = _meeting_ranks(gpu, in_step)
+    state.active, state.gpu = True, gpu
+    state.margin, state.on_gpu = job.config.memory_margin, job.device.on_gpu
+    state.cap = None if job.config.gpu_memory is None else int(job.config.gpu_memory * GIB)
+    state.group = _meeting_ranks(gpu, job.trainer.in_step)
     part(Figures).of_memory = figures
     state.store = common_store("step memory") if gpu.layout.pipeline > 1 else None
-    if not on_gpu:
+    if not state.on_gpu:
         return None
     state.growing, line = _grow_segments(registered)
     return line
@@ -153,18 +148,14 @@ def _grow_segments(registered: bool) -> tuple[bool, str | None]:
         if not by_user and not registered:  # NCCL cannot register segments that grow
             torch.cuda.memory._set_allocator_settings("expandable_segments:True")
         if torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"]:
-            line = (
-                "sets PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: mixed lengths fragment fixed segments"
-            )
-            return True, None if by_user else line
+            setting = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+            return True, None if by_user else f"sets {setting}: mixed lengths fragment fixed segments"
     cure = "--use-nccl-ub is off" if registered else "PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True"
     return False, f"leaves 1/{FRAGMENTS} of the memory to fragments: less if {cure}"
 
 
 def _unread() -> str | None:
     """Why a number set before a forward would not hold for it, if so."""
-    from megatron.core.transformer import transformer_block
-
     modules = [transformer_block]
     with contextlib.suppress(ImportError):  # from 0.18 on
         from megatron.core import recompute
@@ -178,8 +169,6 @@ def _unread() -> str | None:
 
 def _meeting_ranks(gpu: GpuMemory, in_step: bool) -> Any:
     """The process group of ranks that share collectives inside layers; None for a rank alone."""
-    from megatron.core import parallel_state
-
     if in_step:
         return parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     if gpu.layout.tensor * gpu.layout.context > 1:
@@ -197,7 +186,8 @@ def planned(batches: Sequence[PlannedMicroBatch], model: Any) -> Iterator[None]:
         yield
         return
     if not state.flags:
-        state.flags = [_flags_of(decoder.config) for decoder in decoders]
+        configs = [decoder.config for decoder in decoders]
+        state.flags = [(config.recompute_method, config.recompute_num_layers) for config in configs]
     state.numbers = _plan(state, batches, decoders).recomputed
     rehearsed = batches[0].iteration < 0
     try:
@@ -258,22 +248,14 @@ def layers_of(decoder: Any) -> int | str:
     return "".join(WHOLE_NET if net else WHOLE for net in nets) if any(nets) else len(nets)
 
 
-def _flags_of(config: Any) -> tuple[str, int]:
-    return config.recompute_method, config.recompute_num_layers
-
-
 def _set(config: Any, method: str, number: int) -> None:
     config.recompute_method, config.recompute_num_layers = method, number
 
 
 def _plan(state: Recomputation, batches: Sequence[PlannedMicroBatch], decoders: Sequence[Any]) -> KeptLayers:
-    from megatron.core import parallel_state
-
     assert state.gpu is not None
-    stage, stages = (
-        parallel_state.get_pipeline_model_parallel_rank(),
-        parallel_state.get_pipeline_model_parallel_world_size(),
-    )
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
     if state.memory is None:
         layers = [layers_of(decoder) for decoder in decoders]
         state.memory = state.gpu.stage(stage, layers)
@@ -339,7 +321,6 @@ def _tell(state: Recomputation) -> None:
     """Say what the step took, for the log. One replica's stages do: their number is small, whatever the job's size."""
     if state.store is None or state.last.iteration < 0:
         return
-    from megatron.core import parallel_state
 
     ranks = (
         parallel_state.get_tensor_model_parallel_rank(),

@@ -2,7 +2,7 @@
 
 It takes the memory that any later step can need, so that the order of micro-batches is free after that and a run
 that does not fit ends now, not at a step that happens to draw long ones. Before it, kernel graphs of the sizes that
-micro-batches can have are built. Gradients are cleared and all other state is put back (KeptState), and Megatron's
+micro-batches can have are built. Gradients are cleared and all other state is put back (unchanged), and Megatron's
 checks of losses and gradients are off: training goes on as if nothing had been.
 
 Kernels are built within a budget of time: the likeliest first, the others when a step needs them. FlashAttention-4
@@ -15,12 +15,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+from megatron.training import get_args, print_rank_0
 from torch import Tensor
 
 from wlb_megatron.attention.kernels.graph_buckets import (
@@ -33,19 +37,17 @@ from wlb_megatron.attention.kernels.graph_buckets import (
 )
 from wlb_megatron.documents.blend import Blend
 from wlb_megatron.packing.summary import PlanSummary
-from wlb_megatron.pipeline.kept_layers import Load, loads_of
-from wlb_megatron.pipeline.orders import links_of
-from wlb_megatron.plan import MicroBatch, Piece
+from wlb_megatron.plan import IterationPlan, MicroBatch, Piece
 from wlb_megatron.plugin.flags.refusal_printing import checked
 from wlb_megatron.plugin.job_state import part
 from wlb_megatron.plugin.micro_batches.loaded import HeldTokens, Layout, LoadedMicroBatch, from_plan
-from wlb_megatron.plugin.micro_batches.planning import PlannedMicroBatch, ShardSettings
+from wlb_megatron.plugin.micro_batches.planning import ShardSettings, cut_plan
 from wlb_megatron.plugin.step.losses import unchecked
 from wlb_megatron.plugin.step.recomputation import Recomputation, by_the_flags
 from wlb_megatron.refusals import RefusedHere
 from wlb_megatron.registry import KERNELS, SHARDINGS, builds_by_size
 from wlb_megatron.sharding.attention_calls import AttentionLayout, attention_layout
-from wlb_megatron.sharding.cut import cut, shard_all
+from wlb_megatron.sharding.cut import cut
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.workload.cost_model import UNITS_PER_TOKEN
 
@@ -92,32 +94,22 @@ def longest_micro_batches(
     rows = in_chunks(usable, in_flight, longest_document) if in_flight > 1 else [_of_windows(usable, window)]
     together = (in_flight, *(1 for _ in range(-in_flight % count))) if in_flight > 1 else ()
     rows += [(Piece(0, 1 + number, 0, settings.alignment),) for number in range(in_flight, sum(together))]
-    lengths = [[piece.tokens for piece in pieces] for pieces in rows]
-    plans = shard_all(lengths, settings.cp_size, "per-document", links=links_of(rows))
+    work = [UNITS_PER_TOKEN * sum(piece.tokens for piece in pieces) for pieces in rows]
+    micro_batches = tuple((MicroBatch(*row),) for row in zip(rows, work, strict=True))
+    plan = IterationPlan(REHEARSAL, (), micro_batches, ())
     summary = PlanSummary(REHEARSAL, usable, len(rows[0]), usable, 1.0, 1.0, 1.0, 1, 0, 0.0, 0, 0)
     counts = (usable,) * (1 + layout.follows)
     graphs = GraphSizes(
         *(usable, window, settings, documents, _of_a_window(window, settings, layout)),
         prefix=longest_document if in_flight > 1 else 0,  # of a document up to its last chunk
     )
-    loads: tuple[Load, ...] = ()
-    if settings.keeps_layers:
-        column = [
-            MicroBatch(pieces, UNITS_PER_TOKEN * sum(piece.tokens for piece in pieces)) for pieces in rows
-        ]
-        loads = tuple(loads_of(column, settings.alignment, settings.cp_size))
+    alike = replace(settings, dp_rank=0, sharding="per-document", in_step=False, predict=None)
+    alike = replace(alike, predictions=lambda _: counts)
     batches = []
-    for number, (pieces, plan) in enumerate(zip(rows, plans, strict=True)):
-        micro_batch = PlannedMicroBatch(
-            *(REHEARSAL, number, pieces, plan, summary, 0.0),
-            predictions=counts,
-            steps=len(rows),
-            chunk_groups=together,
-            loads=loads,
-        )
-        batch = from_plan(micro_batch, layout)
+    for micro_batch in cut_plan(alike, plan, summary, time.perf_counter()).micro_batches:
+        batch = from_plan(replace(micro_batch, chunk_groups=together), layout)
         if layout.reads_tokens:
-            batch = batch._replace(held=_read(plan, corpus, layout, settings.dp_rank))
+            batch = batch._replace(held=_read(micro_batch.shard, corpus, layout, settings.dp_rank))
         batches.append(batch)
     return Rehearsal(tuple(batches), graphs)
 
@@ -183,13 +175,8 @@ def text(corpus: Blend, tokens: int, seed: int, vocabulary: int | None) -> np.nd
 
 def same_again(batch: LoadedMicroBatch, count: int) -> tuple[LoadedMicroBatch, ...]:
     """The batch in every place of a step of `count` micro-batches."""
-    micro_batch = batch.planned
-    return tuple(
-        batch._replace(
-            planned=replace(micro_batch, index=number, steps=count, loads=micro_batch.loads * count)
-        )
-        for number in range(count)
-    )
+    alike = replace(batch.planned, steps=count, loads=batch.planned.loads * count)
+    return tuple(batch._replace(planned=replace(alike, index=number)) for number in range(count))
 
 
 def rehearse(step: Callable[[], Any], model: Any, rehearsal: Rehearsal) -> None:
@@ -198,18 +185,17 @@ def rehearse(step: Callable[[], Any], model: Any, rehearsal: Rehearsal) -> None:
     RefusedHere with one line where the GPU's memory does not suffice.
     """
     chunks = model if isinstance(model, list) else [model]
-    state = KeptState(chunks)
-    build_graphs(chunks, rehearsal.sizes)
-    with unchecked():
-        with by_the_flags():
-            checked(partial(_fitting, step, rehearsal))
-        if part(Recomputation).active:
-            checked(partial(_fitting, step, rehearsal, layers_kept=True))
-    for chunk in chunks:
-        chunk.zero_grad_buffer()
-        for parameter in chunk.parameters():
-            parameter.grad = None  # where FSDP2 keeps it
-    state.restore()
+    with unchanged(chunks):
+        build_graphs(chunks, rehearsal.sizes)
+        with unchecked():
+            with by_the_flags():
+                checked(partial(_fitting, step, rehearsal))
+            if part(Recomputation).active:
+                checked(partial(_fitting, step, rehearsal, layers_kept=True))
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+            for parameter in chunk.parameters():
+                parameter.grad = None  # where FSDP2 keeps it
 
 
 def _fitting(step: Callable[[], Any], rehearsal: Rehearsal, *, layers_kept: bool = False) -> None:
@@ -236,55 +222,50 @@ def _sizes(batch: LoadedMicroBatch) -> tuple[int, int]:
     return plan.tokens, plan.tokens_per_rank[batch.layout.cp_rank]
 
 
-class KeptState:
-    """What a rehearsal changes besides gradients, of a model's chunks and of this process, when it is made.
+@contextmanager
+def unchanged(chunks: Sequence[Any]) -> Iterator[None]:
+    """In a `with` block nothing of a model's chunks and of this process changes besides gradients.
 
     Random states; buffers, such as routers' counts of tokens; what FP8 with delayed scaling has learnt; and routers'
     and multi-token losses that Megatron sums up for its next log line.
     """
-
-    def __init__(self, chunks: Sequence[Any]) -> None:
-        from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
-        self._chunks = chunks
-        self._tracker = get_cuda_rng_tracker()
-        self._states = self._tracker.get_states()
-        self._cpu, self._gpu = torch.get_rng_state(), torch.cuda.get_rng_state()
-        self._buffers = [(buffer, buffer.clone()) for chunk in chunks for _, buffer in chunk.named_buffers()]
-        self._scales = {
-            place: (state.scale.clone(), state.amax_history.clone()) for place, state in _delayed(chunks)
-        }
-
-    def restore(self) -> None:
-        from megatron.training import get_args
-
-        for buffer, before in self._buffers:
-            buffer.copy_(before)
-        if get_args().fp8:
-            self._restore_scales()
-        _forget_logged_losses()
-        self._tracker.set_states(self._states)
-        torch.set_rng_state(self._cpu)
-        torch.cuda.set_rng_state(self._gpu)
-
-    @torch.no_grad()
-    def _restore_scales(self) -> None:
-        """In place, because quantizers hold views. Those that were made since begin anew, as in a module's first pass;
-        a history's rows may have become more or fewer (--fp8-amax-history-len at a resume)."""
-        from wlb_megatron.attention.kernels.te_backend import delayed_scales
-
-        for scale, history in delayed_scales():
-            scale.fill_(1)
-            history.zero_()
-        for place, state in _delayed(self._chunks):
-            if place in self._scales:
-                scale, history = self._scales[place]
-                rows = min(len(history), len(state.amax_history))
-                state.scale.copy_(scale)
-                state.amax_history[:rows].copy_(history[:rows])
+    tracker = get_cuda_rng_tracker()
+    states, cpu, gpu = tracker.get_states(), torch.get_rng_state(), torch.cuda.get_rng_state()
+    buffers = [(buffer, buffer.clone()) for chunk in chunks for _, buffer in chunk.named_buffers()]
+    scales = {place: (state.scale.clone(), state.amax_history.clone()) for place, state in _delayed(chunks)}
+    yield
+    for buffer, before in buffers:
+        buffer.copy_(before)
+    if get_args().fp8:
+        _restore_scales(chunks, scales)
+    _forget_logged_losses()
+    tracker.set_states(states)
+    torch.set_rng_state(cpu)
+    torch.cuda.set_rng_state(gpu)
 
 
-def _delayed(chunks: Sequence[Any]) -> Iterator[tuple[tuple[int, str, str], Any]]:
+_Place = tuple[int, str, str]
+"""Where a state of delayed scaling is: the model's chunk, the module, the direction."""
+
+
+@torch.no_grad()
+def _restore_scales(chunks: Sequence[Any], scales: dict[_Place, tuple[Tensor, Tensor]]) -> None:
+    """In place, because quantizers hold views. Those that were made since begin anew, as in a module's first pass;
+    a history's rows may have become more or fewer (--fp8-amax-history-len at a resume)."""
+    from wlb_megatron.attention.kernels.te_backend import delayed_scales
+
+    for scale, history in delayed_scales():
+        scale.fill_(1)
+        history.zero_()
+    for place, state in _delayed(chunks):
+        if place in scales:
+            scale, history = scales[place]
+            rows = min(len(history), len(state.amax_history))
+            state.scale.copy_(scale)
+            state.amax_history[:rows].copy_(history[:rows])
+
+
+def _delayed(chunks: Sequence[Any]) -> Iterator[tuple[_Place, Any]]:
     """Transformer Engine's states of delayed scaling (scale: fp32[n], amax_history: fp32[length, n]) by place.
 
     They are neither parameters nor buffers: a module has them in its fp8_meta from its first pass on, or since it was
@@ -301,8 +282,6 @@ def _delayed(chunks: Sequence[Any]) -> Iterator[tuple[tuple[int, str, str], Any]
 
 def _forget_logged_losses() -> None:
     """Megatron adds up what layers record until it logs them."""
-    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
-
     try:
         from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
     except ImportError:  # before 0.18
@@ -370,8 +349,6 @@ def build_graphs(chunks: list[Any], sizes: GraphSizes, seconds: float = SECONDS)
     calls go to the kernels for equal sequences is no matter of time, or a resumed run would not repeat bitwise: of
     these few all are built, or with 0 seconds none.
     """
-    from megatron.training import print_rank_0
-
     start = last_line = time.perf_counter()
     graphs, built = likeliest_first(chunks, sizes), 0
     for module, graph in graphs:
@@ -379,9 +356,8 @@ def build_graphs(chunks: list[Any], sizes: GraphSizes, seconds: float = SECONDS)
         if now - start >= seconds and not (seconds and isinstance(graph[2], Equal)):
             break
         if now - last_line >= _PRINT_EVERY:
-            print_rank_0(
-                f"> wlb_megatron: {built} of {len(graphs)} attention kernels, {now - start:.0f} s .."
-            )
+            progress = f"{built} of {len(graphs)} attention kernels, {now - start:.0f} s .."
+            print_rank_0(f"> wlb_megatron: {progress}")
             last_line = now
         module.warm_up([graph])
         built += 1
