@@ -15,7 +15,7 @@ from test_megatron_layouts import trained
 
 from wlb_megatron.packing.packer import Ranks
 from wlb_megatron.packing.planner import BatchSchedule, Planner, linear_ramp
-from wlb_megatron.plugin.flags.batch_sizes import BatchSizes, misfit
+from wlb_megatron.plugin.flags.training_job import BatchSizes, misfit
 from wlb_megatron.workload.cost_model import CostModel
 from wlb_megatron.workload.model import Layout
 

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from megatron_runs import write_corpus
 
+from scripts.bench.convergence.text import documents
 from wlb_megatron.errors import WlbError
-from wlb_megatron.plugin.flags.data_paths import DataPaths, documents
+from wlb_megatron.plugin.flags.data_paths import DataPaths
 
 PARTS = ("train", "valid", "test")
 

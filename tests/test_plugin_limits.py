@@ -32,8 +32,7 @@ IN_ROWS = {"fp8": "hybrid", "fp8_recipe": "delayed"}
 
 
 def shapes(job: TrainingJob) -> tuple[Model, Layout]:
-    assert job.memory is not None
-    return fullest_stage(job, job.memory), job.sizes
+    return fullest_stage(job), job.sizes
 
 
 @pytest.fixture
@@ -148,6 +147,7 @@ def test_a_run_with_chunks_says_what_they_free_and_auto_leaves_them_where_keys_d
     assert "to use, where whole documents need" in flag and "--wlb-chunks on allows it" in flag
     assert no_memory_for_chunks(replace(config, chunks="on"), known) == []
     assert gpu_memory(training_job(distributed_backend="gloo")) is None
+    assert gpu_memory(training_job(distributed_backend="gloo", wlb_gpu_memory=40.0)) is not None
 
 
 def test_a_document_that_trains_whole_is_as_long_as_memory_allows_and_keys_are_told(memory):

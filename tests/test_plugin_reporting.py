@@ -14,12 +14,13 @@ import pytest
 import torch.distributed as dist
 from conftest import without
 from megatron_runs import failure, flags, launch, output_of, run_script, small_disk
+from training_jobs import training_job
 
 from wlb_megatron.config import WlbConfig
+from wlb_megatron.plugin.flags.refusal_printing import never_fatal
 from wlb_megatron.plugin.job_state import begin_job, part
 from wlb_megatron.plugin.logs import metrics, trace
-from wlb_megatron.plugin.logs.reporting import check_outputs, never_fatal
-from wlb_megatron.plugin.take_over import name_full_disk
+from wlb_megatron.plugin.take_over import check_outputs, name_full_disk
 from wlb_megatron.refusals import RefusedHere
 from wlb_megatron.whole_files import renamed_at_end
 
@@ -141,19 +142,19 @@ def test_a_rank_whose_times_cannot_be_had_holds_up_no_other(tmp_path, monkeypatc
         monkeypatch.setattr(state, f"get_{place}_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(trace, "PATIENCE", 0.2)
-    traced = trace.Traced(tmp_path / "trace.json", 3)
+    job = training_job(wlb_trace=str(tmp_path / "trace.json"), wlb_trace_iteration=3)
     store = dist.HashStore()
     for rank in (0, 1):
         broken = trace.Recorder(on_gpu=False)
         monkeypatch.setattr(broken, "calls", lambda: [][0])
         part(trace.Tracing).recorder = broken
         monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
-        trace.after_iteration(3, traced, store)
+        trace.after_iteration(3, job, store)
         assert store.check([str(rank)])
     assert capsys.readouterr().out.count("--wlb-trace writes nothing: IndexError") == 1
     begin_job()
     part(trace.Tracing).recorder = trace.Recorder(on_gpu=False)
-    trace.after_iteration(3, traced, dist.HashStore())  # rank 0 has sent nothing there
+    trace.after_iteration(3, job, dist.HashStore())  # rank 0 has sent nothing there
     assert "rank 0 has not sent its times within 0.2 s" in capsys.readouterr().out
 
 

@@ -289,6 +289,7 @@ def trial(monkeypatch):
             return error
 
         monkeypatch.setattr(importlib.metadata, "version", version_of)
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
         monkeypatch.setattr(before_training, "worst_error", worst_error)
         try_transformer_engine(training_job(**changed))
 

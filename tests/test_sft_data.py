@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,17 @@ from sft_data import (
 from wlb_megatron.cli import main
 from wlb_megatron.documents.indexed import IndexedCorpus
 from wlb_megatron.errors import WlbError
-from wlb_megatron.sft.conversations import BadLine, Reading, conversations_of
-from wlb_megatron.sft.index_files import IndexFolder, Tokenizing, lines_before, lines_of, shards_of
+from wlb_megatron.sft.conversations import (
+    BadLine,
+    IndexFolder,
+    Tokenizing,
+    conversations_of,
+    lines_before,
+    lines_of,
+    shards_of,
+)
 
+BY_ROLE = Tokenizing("", "nemotron-nano-v2")
 USER, ANSWER, SYSTEM = (
     {"role": "user", "content": "hello"},
     {"role": "assistant", "content": "yes"},
@@ -75,19 +84,18 @@ BAD: dict[str, tuple[bytes, str]] = {
 def test_a_bad_line_is_refused_with_its_reason(case):
     line, reason = BAD[case]
     with pytest.raises(BadLine) as raised:
-        conversations_of(line, Reading(by_role=True))
+        conversations_of(line, BY_ROLE)
     assert reason in str(raised.value)
 
 
 def test_a_line_splits_at_system_turns_alone_and_blank_lines_and_what_a_flag_accepts_pass():
     line = line_of(USER, ANSWER, SYSTEM, USER, ANSWER, USER, ANSWER, SYSTEM, USER, ANSWER)
-    assert [len(made) for made in conversations_of(line, Reading(by_role=True))] == [2, 5, 3]
-    reading = Reading(by_role=True)
-    assert conversations_of(b" \r\n", reading) == []
-    assert len(conversations_of(line_of(USER, ANSWER) + b"\r\n", reading)) == 1
+    assert [len(made) for made in conversations_of(line, BY_ROLE)] == [2, 5, 3]
+    assert conversations_of(b" \r\n", BY_ROLE) == []
+    assert len(conversations_of(line_of(USER, ANSWER) + b"\r\n", BY_ROLE)) == 1
     tools = line_of(USER, {"role": "tool", "content": "4"}, ANSWER, tools=[{}])
-    assert len(conversations_of(tools, Reading(by_role=True, drops_tools=True))[0]) == 3
-    assert conversations_of(line_of({"role": "critic", "content": "x"}), Reading(by_role=False))
+    assert len(conversations_of(tools, replace(BY_ROLE, drops_tools=True))[0]) == 3
+    assert conversations_of(line_of({"role": "critic", "content": "x"}), Tokenizing("", "default"))
 
 
 @settings(deadline=None, max_examples=60)
@@ -259,7 +267,7 @@ def test_shards_processes_and_a_kill_leave_the_same_files(tokenizer, tmp_path):
     assert files_of(parallel) == whole
     script = (
         "import sys; from pathlib import Path; from wlb_megatron.plugin.sft.indexed import index_all\n"
-        "from wlb_megatron.sft.index_files import IndexFolder, Tokenizing\n"
+        "from wlb_megatron.sft.conversations import IndexFolder, Tokenizing\n"
         "index_all([Path(sys.argv[1])], Tokenizing(sys.argv[2], 'nemotron-nano-v2'), Path(sys.argv[3]), say=print,"
         " processes=1, shard_bytes=100_000)"
     )

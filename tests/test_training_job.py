@@ -66,24 +66,23 @@ ARRIVES: list[tuple[dict[str, Any], str, Any]] = [
     ({"multiple_validation_sets": True}, "evaluation.each_set", True),
     ({"validation_set_names": ["a", "b"]}, "evaluation.names", ("a", "b")),
     (CPU, "device.on_gpu", False),
-    (CPU, "memory", None),
-    (CPU | {"wlb_gpu_memory": 40.0, "num_layers": 6}, "memory.stage_layers", 6),
+    ({"num_layers": 6}, "model.stage_layers", 6),
     (BLOCKS | {"recompute_num_layers": 3}, "recompute_blocks", 3),
     ({"hybrid_layer_pattern": "*-*-|*E--/*-"}, "model.layers", 3),
     ({"hybrid_layer_pattern": "*-*---*-"}, "model.ffn", 5632 * 5 // 3),
-    ({"hybrid_layer_pattern": "**-*|-*--", "pipeline_model_parallel_size": 2}, "memory.stage_layers", "**-*"),
+    ({"hybrid_layer_pattern": "**-*|-*--", "pipeline_model_parallel_size": 2}, "model.stage_layers", "**-*"),
     (
         {"hybrid_layer_pattern": "G-G-|*-*-", **NETS},
         "model.shape.delta_nets",
         DeltaNets(layers=2, key_heads=2, value_heads=4, key_dim=8, value_dim=16),
     ),
-    (PP2 | {"hybrid_layer_pattern": "GG|**-*", **NETS}, "memory.stage_layers", "**-*"),
+    (PP2 | {"hybrid_layer_pattern": "GG|**-*", **NETS}, "model.stage_layers", "**-*"),
     (QWEN, "model.layers", 1),
     (QWEN, "model.ffn", 5632 * 4),
     ({**QWEN, "linear_attention_freq": [1, 0, 0, 1]}, "model.layers", 2),
-    ({**QWEN, "pipeline_model_parallel_size": 2}, "memory.patterns", (("NN",), ("NN",))),
-    ({"hybrid_layer_pattern": "*-|-|E|*E/*-"}, "memory.patterns", (("*-", "-", "E", "*E"),)),
-    ({"hybrid_layer_pattern": "*-|-|E|*E/*-/*-"}, "memory.depths", "*-*-"),
+    ({**QWEN, "pipeline_model_parallel_size": 2}, "model.stage_patterns", (("NN",), ("NN",))),
+    ({"hybrid_layer_pattern": "*-|-|E|*E/*-"}, "model.stage_patterns", (("*-", "-", "E", "*E"),)),
+    ({"hybrid_layer_pattern": "*-|-|E|*E/*-/*-"}, "model.depth_layers", "*-*-"),
     (BLOCKS | {"hybrid_layer_pattern": "*-*-*-*-", "recompute_num_layers": 4}, "recompute_blocks", 2),
     ({"local_rank": 3, "rank": 11}, "device.index", 3),
     ({"local_rank": 3, "rank": 11}, "device.rank", 11),
@@ -114,9 +113,7 @@ def test_latent_attention_has_the_weights_of_its_compressions():
     up, output 16 x 96 x 2048; a gated MLP of 5632."""
     weights = 2048 * 16 * 192 + 2048 * 576 + 512 * 16 * 224 + 16 * 96 * 2048 + 3 * 2048 * 5632
     assert training_job(**MLA).model.layer_parameters == weights
-    job = training_job(**MLA)
-    assert job.memory is not None
-    shape = fullest_stage(job, job.memory)
+    shape = fullest_stage(training_job(**MLA))
     assert (shape.projections, shape.compressed) == (weights - 3 * 2048 * 5632, 512 + 64)
 
 
@@ -124,7 +121,7 @@ def test_latent_attention_has_the_weights_of_its_compressions():
 def test_memory_counts_the_mean_of_keys_and_values_where_kernels_take_narrower_ones(values, counted):
     """Keys of 192 channels. Values of 96 are padded."""
     job = training_job(**MLA | {"v_head_dim": values})
-    assert job.memory is not None and fullest_stage(job, job.memory).head_dim == counted
+    assert fullest_stage(job).head_dim == counted
 
 
 def test_the_square_of_a_length_is_the_work_of_the_layers_with_attention_alone():

@@ -36,7 +36,7 @@ from wlb_megatron.errors import PREFIX, WlbError
 from wlb_megatron.inspect_plans import inspect_plans
 from wlb_megatron.patching import add_patch
 from wlb_megatron.plugin.flags.data_paths import DataPaths, training_corpora
-from wlb_megatron.plugin.sft.index_command import add_sft_index
+from wlb_megatron.plugin.sft.indexed import add_sft_index
 from wlb_megatron.profiler.profile_command import add_profile
 from wlb_megatron.report.terminal import print_table
 from wlb_megatron.report.watch import add_watch

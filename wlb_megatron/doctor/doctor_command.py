@@ -167,7 +167,7 @@ def torch_and_gpus() -> Iterator[Finding]:
 
 def transformer_engine() -> Iterator[Finding]:
     """Transformer Engine's version, and which attention will run."""
-    from wlb_megatron.plugin.flags.versions import check_transformer_engine, untried_transformer_engine
+    from wlb_megatron.plugin.flags.versions import check_transformer_engine
 
     gpus = gpu_count()
     version = installed_version("transformer-engine")
@@ -177,8 +177,7 @@ def transformer_engine() -> Iterator[Finding]:
         cure = 'pip install "transformer-engine[pytorch]"' if gpus else "needed on GPUs only"
         yield Finding("Transformer Engine", "missing", FIX if gpus else NOTE, cure)
     else:
-        check_transformer_engine("transformer_engine")
-        untried = untried_transformer_engine("transformer_engine") is not None
+        untried = check_transformer_engine("transformer_engine") is not None
         yield Finding(
             "Transformer Engine",
             version,

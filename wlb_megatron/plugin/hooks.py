@@ -19,6 +19,7 @@ from typing import Any
 
 from wlb_megatron.plugin import take_over
 from wlb_megatron.plugin.flags.versions import megatron_version, tried_versions
+from wlb_megatron.plugin.job_state import Original, wrapper
 from wlb_megatron.plugin.logs import logged_losses, trace
 from wlb_megatron.plugin.micro_batches import iterators
 from wlb_megatron.plugin.model import delta_nets, routing, spec
@@ -35,7 +36,7 @@ from wlb_megatron.refusals import Refused
 
 @dataclass(frozen=True, slots=True)
 class Hook:
-    """One replacement. What it does, and why, is what the docstring of `wrap` begins with.
+    """One replacement. What it does, and why, is what the docstring of `wrap` (job_state.wrapper) begins with.
 
     place: "module:attribute" or "module:Class.attribute". takes: parameters that `wrap` relies on.
     """
@@ -60,23 +61,19 @@ def _wrap_flops(original: Callable[..., Any]) -> Callable[..., Any]:
     return flops.wrap_num_floating_point_operations(original)
 
 
-def _wrap_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
+@wrapper
+def _wrap_training_log(original: Original, *args: Any, **kwargs: Any) -> Any:
     """training_log, which keeps the packing state for the next checkpoint, reports the plugin's figures and timers, and
     throughput over all iterations since the last line."""
     from wlb_megatron.plugin.logs import flops, metrics, timers
 
-    signature = inspect.signature(original)
-
-    def training_log(*args: Any, **kwargs: Any) -> Any:
-        arguments = signature.bind(*args, **kwargs).arguments
-        timers.continue_lists()
-        resume.note_applied()
-        flops.take_mean(arguments)
-        result = original(**arguments)
-        metrics.report_iteration(int(arguments["iteration"]), int(arguments["skipped_iter"]))
-        return result
-
-    return training_log
+    arguments = inspect.signature(original).bind(*args, **kwargs).arguments
+    timers.continue_lists()
+    resume.note_applied()
+    flops.take_mean(arguments)
+    result = original(**arguments)
+    metrics.report_iteration(int(arguments["iteration"]), int(arguments["skipped_iter"]))
+    return result
 
 
 def _wrap_forward(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -89,9 +86,9 @@ def _wrap_backward(original: Callable[..., Any]) -> Callable[..., Any]:
     return grouped_steps.wrap_backward_step(trace.wrap_backward_step(losses.wrap_backward_step(original)))
 
 
-def hooks_of(module: str, *rows: Hook, since: tuple[int, int] = (0, 0)) -> tuple[Hook, ...]:
-    """Rows whose symbols are in one module of Megatron's, by their full places. since: of all of them."""
-    return tuple(replace(row, place=f"{module}:{row.place}", since=max(since, row.since)) for row in rows)
+def hooks_of(module: str, *rows: Hook, first: tuple[int, int] = (0, 0)) -> tuple[Hook, ...]:
+    """Rows whose symbols are in one module of Megatron's, by their full places. first: oldest release with them."""
+    return tuple(replace(row, place=f"{module}:{row.place}", since=max(first, row.since)) for row in rows)
 
 
 HOOKS: tuple[Hook, ...] = (
@@ -132,13 +129,13 @@ HOOKS: tuple[Hook, ...] = (
             losses.wrap_hybrid_forward,
             ("decoder_input", "labels", "packed_seq_params", "padding_mask"),
         ),
-        since=(0, 18),
+        first=(0, 18),
     ),
     *hooks_of(
         "megatron.core.ssm.gated_delta_net",
         Hook("GatedDeltaNet.__init__", delta_nets.wrap_init, ("submodules", "pg_collection"), before=(0, 19)),
         Hook("GatedDeltaNet.forward", delta_nets.wrap_layer, ("hidden_states", "packed_seq_params")),
-        since=(0, 18),
+        first=(0, 18),
     ),
     *hooks_of(
         "megatron.core.ssm.gated_delta_net.common",
@@ -154,7 +151,7 @@ HOOKS: tuple[Hook, ...] = (
         "megatron.core.ssm.mamba_context_parallel",
         Hook("_undo_attention_load_balancing", delta_nets.wrap_undo),
         Hook("_redo_attention_load_balancing", delta_nets.wrap_redo),
-        since=(0, 18),
+        first=(0, 18),
     ),
     *hooks_of(
         "megatron.core.pipeline_parallel.p2p_communication",
@@ -287,7 +284,7 @@ HOOKS: tuple[Hook, ...] = (
             ("name", "num_layers"),
         ),
         Hook("MoEMetricsTracker.report", logged_losses.wrap_report, ("loss_scale",)),
-        since=(0, 18),
+        first=(0, 18),
     ),
     *hooks_of(
         "megatron.core.transformer.moe.moe_utils",

@@ -7,6 +7,8 @@ second job in the same process, or a test, begins anew with one call.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any, TypeVar
 
 Part = TypeVar("Part")
@@ -19,6 +21,24 @@ def part(kind: type[Part]) -> Part:
     """This job's part of that type, to be read and written; made when it is first asked for."""
     state: Part | None = _parts.get(kind)
     return _parts.setdefault(kind, kind()) if state is None else state  # setdefault: threads may ask at once
+
+
+Original = Callable[..., Any]
+"""A function of Megatron's that one of the plugin's stands for."""
+
+
+def wrapper(function: Callable[..., Any]) -> Callable[[Original], Callable[..., Any]]:
+    """Make `wrap` of a function whose first argument is the symbol that it replaces: wrap(original) stands for the
+    original, and has the rest of the function's arguments."""
+
+    @wraps(function)
+    def wrap(original: Original) -> Callable[..., Any]:
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            return function(original, *args, **kwargs)
+
+        return replacement
+
+    return wrap
 
 
 def begin_job() -> None:

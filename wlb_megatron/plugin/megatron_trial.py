@@ -30,9 +30,9 @@ from wlb_megatron.errors import CPU, WlbError
 from wlb_megatron.plugin.flags.training_job import TrainingJob
 from wlb_megatron.plugin.flags.versions import (
     TRIED_TRANSFORMER_ENGINE,
+    check_transformer_engine,
     tried_versions,
     untried_megatron,
-    untried_transformer_engine,
 )
 from wlb_megatron.refusals import Refused
 from wlb_megatron.registry import USUAL_KERNELS
@@ -92,7 +92,7 @@ def check() -> float:
     """Run the check's ranks on this machine's CPU; the largest error. WlbError with what differs, or why it failed."""
     with tempfile.TemporaryDirectory() as folder:
         meeting = str(Path(folder) / "meeting")
-        work = "from wlb_megatron.plugin import hooks, megatron_trial; megatron_trial.serve(hooks.install)"
+        work = "from wlb_megatron.plugin import hooks, megatron_trial as trial; trial.serve(hooks.install)"
         commands = [[sys.executable, "-P", "-c", work, str(rank), meeting] for rank in range(RANKS)]
         try:
             outputs = run_ranks(commands, _environment(), SECONDS)
@@ -133,7 +133,7 @@ def _environment() -> dict[str, str]:
 def try_transformer_engine(job: TrainingJob) -> None:
     """Tell of a Transformer Engine newer than those tried, and refuse it unless small calls of each kind come out
     right on this rank's GPU: the plugin calls entry points below its modules, which may change without a word."""
-    version = untried_transformer_engine(job.model.implementation)
+    version = check_transformer_engine(job.model.implementation)
     if version is None or not job.device.on_gpu or job.given.kernels not in ("auto", USUAL_KERNELS):
         return
     untried = f"wlb_megatron was not tried with Transformer Engine {version}"

@@ -45,20 +45,19 @@ class PlanStore:
     def __init__(self) -> None:
         self._store = common_store("plans")
 
-    def put(self, number: int, message: bytes) -> None:
-        """Leave a message for all; that of KEPT before goes."""
-        self._store.set(str(number), zlib.compress(message, 1))
-        if number >= KEPT:
-            self._store.delete_key(str(number - KEPT))
-
     def leave(self, number: int, make: Callable[[], bytes]) -> bytes:
-        """Put the message that `make` makes. Where it fails the others hear of that, and its error goes on here: they
-        would wait for the message in the middle of a step, and this rank for them in that step's collectives."""
+        """Leave the message that `make` makes for all; that of KEPT before goes.
+
+        Where it fails the others hear of that, and its error goes on here: they would wait for the message in the
+        middle of a step, and this rank for them in that step's collectives.
+        """
         message = _FAILED
         try:
             message = make()
         finally:
-            self.put(number, message)
+            self._store.set(str(number), zlib.compress(message, 1))
+            if number >= KEPT:
+                self._store.delete_key(str(number - KEPT))
         return message
 
     def take(self, number: int, given_up: Callable[[], bool]) -> bytes | None:
@@ -73,10 +72,17 @@ class PlanStore:
 
 
 @dataclass(slots=True)
-class Failures:
-    """The store of this job's failures; None before training."""
+class Stores:
+    """Of this start of all ranks.
 
-    store: Any = None
+    attempt: rank 0's random name, the same on all. calls: how often this process asked for a store by name. They are
+    counted here, as another rank may be a call ahead. failures: the store of reasons why ranks end; None before
+    training.
+    """
+
+    attempt: str | None = None
+    calls: Counter[str] = field(default_factory=Counter)
+    failures: Any = None
 
 
 def share_failures() -> None:
@@ -85,12 +91,12 @@ def share_failures() -> None:
     It costs nothing while all goes well: a rank that cannot draw its next micro-batch leaves a line before it ends, and
     the others, which would end with a stack of a lost connection, read it once they have failed.
     """
-    part(Failures).store = common_store("failures")
+    part(Stores).failures = common_store("failures")
 
 
 def tell_failure(line: str) -> None:
     """Leave the reason why this rank ends for the others."""
-    store = part(Failures).store
+    store = part(Stores).failures
     if store is not None:
         with contextlib.suppress(RuntimeError):  # rank 0, which serves the store, has ended before
             store.set(_LINE, f"rank {dist.get_rank()} on {socket.gethostname()} has ended: {line}")
@@ -108,7 +114,7 @@ def with_others_lines(run: Callable[[], Result]) -> Result:
 
 
 def _told() -> str | None:
-    store = part(Failures).store
+    store = part(Stores).failures
     if store is None:
         return None
     try:
@@ -119,32 +125,23 @@ def _told() -> str | None:
         )
 
 
-@dataclass(slots=True)
-class Attempt:
-    """This start of all ranks. name: rank 0's random one, the same on all. calls: how often this process asked for a
-    store by name. They are counted here, as another rank may be a call ahead."""
-
-    name: str | None = None
-    calls: Counter[str] = field(default_factory=Counter)
-
-
 def common_store(name: str) -> Any:
     """torch's own store, over which init_process_group brought all ranks together, for one use by this name. Called
     on all ranks alike, not necessarily at once (but for the first use: it is a broadcast); a second call of a name (a
     second training in these processes) gives other keys, and so does torchrun's next attempt, whose store still holds
     what the last one left."""
-    attempt = part(Attempt)
-    if attempt.name is None:
+    stores = part(Stores)
+    if stores.attempt is None:
         # Not TORCHELASTIC_RESTART_COUNT: every node's agent counts its own, and that of a node that took a broken one's
         # place begins at 0 (pytorch issue 135712).
         _warn_of_restarts()
         names = [secrets.token_hex(8)]
         dist.broadcast_object_list(names, src=0)
-        (attempt.name,) = names
-    call = attempt.calls[name]
-    attempt.calls[name] += 1
+        (stores.attempt,) = names
+    call = stores.calls[name]
+    stores.calls[name] += 1
     return dist.PrefixStore(
-        f"wlb_megatron/{attempt.name}/{name}/{call}", distributed_c10d._get_default_store()
+        f"wlb_megatron/{stores.attempt}/{name}/{call}", distributed_c10d._get_default_store()
     )
 
 

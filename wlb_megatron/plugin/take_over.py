@@ -7,6 +7,7 @@ gets a TrainingJob.
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import inspect
 import os
@@ -26,15 +27,14 @@ from wlb_megatron.arguments import (
     removed_flags,
     take_instead,
 )
+from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
 from wlb_megatron.plugin import script_functions
 from wlb_megatron.plugin.flags import versions
-from wlb_megatron.plugin.flags.batch_sizes import misfit, plan_decides
 from wlb_megatron.plugin.flags.limits import complete, fit_to_memory
 from wlb_megatron.plugin.flags.refusal_printing import checked, refuse, say
-from wlb_megatron.plugin.flags.training_job import TrainingJob
-from wlb_megatron.plugin.job_state import part
-from wlb_megatron.plugin.logs.reporting import check_outputs
+from wlb_megatron.plugin.flags.training_job import TrainingJob, misfit, plan_decides
+from wlb_megatron.plugin.job_state import Original, part, wrapper
 from wlb_megatron.plugin.megatron_trial import try_transformer_engine
 from wlb_megatron.plugin.model.delta_nets import try_delta_nets
 from wlb_megatron.plugin.plans.source import Source, open_sources
@@ -74,27 +74,25 @@ def make_printable(parser: Any) -> None:
             action.help = action.help.replace("%", "%%")
 
 
-def wrap_parse_args(original: Callable[..., Any]) -> Callable[..., Any]:
+@wrapper
+def wrap_parse_args(
+    original: Original, extra_args_provider: Any = None, ignore_unknown_args: bool = False
+) -> Any:
     """parse_args that knows the --wlb-* flags, beside the script's own extra ones."""
 
-    def parse_args(extra_args_provider: Any = None, ignore_unknown_args: bool = False) -> Any:
-        def provider(parser: Any) -> Any:
-            parser = add_arguments(extra_args_provider(parser) if extra_args_provider else parser)
-            if {"-h", "--help"} & {*sys.argv[1:]}:
-                make_printable(parser)
-            if not is_off():
-                # argparse prints 300 lines of usage on every rank, and then the reason
-                parser.error = lambda message: refuse(
-                    explain_unparsed(message, parser._option_string_actions)
-                )
-            return parser
+    def provider(parser: Any) -> Any:
+        parser = add_arguments(extra_args_provider(parser) if extra_args_provider else parser)
+        if {"-h", "--help"} & {*sys.argv[1:]}:
+            make_printable(parser)
+        if not is_off():
+            # argparse prints 300 lines of usage on every rank, and then the reason
+            parser.error = lambda message: refuse(explain_unparsed(message, parser._option_string_actions))
+        return parser
 
-        args = original(provider, ignore_unknown_args)
-        if not hasattr(args, "wlb_off"):
-            _only_if_off(args)
-        return args
-
-    return parse_args
+    args = original(provider, ignore_unknown_args)
+    if not hasattr(args, "wlb_off"):
+        _only_if_off(args)
+    return args
 
 
 def _only_if_off(args: Any) -> None:
@@ -107,48 +105,41 @@ def _only_if_off(args: Any) -> None:
         )
 
 
-def wrap_validate_args(original: Callable[..., Any]) -> Callable[..., Any]:
+@wrapper
+def wrap_validate_args(original: Original, args: Any, defaults: dict[str, Any] | None = None) -> Any:
     """validate_args that then refuses what is not handled, opens the corpus, and sets what the plugin needs."""
-
-    def validate_args(args: Any, defaults: dict[str, Any] | None = None) -> Any:
-        if not args.wlb_off and (problem := too_small(args)):
-            refuse(problem)
-        if not args.wlb_off and args.wlb_train_epochs is not None:
-            if by_step := [
-                name for name in ("lr_warmup_iters", "lr_decay_iters") if getattr(args, name, None)
-            ]:
-                flag = f"--{by_step[0].replace('_', '-')}"
-                refuse(
-                    f"wlb_megatron refuses --wlb-train-epochs with {flag}: it sets --train-samples; give "
-                    f"{flag.replace('iters', 'samples')}, or a share of the run by --lr-warmup-fraction."
-                )
-            if args.train_iters or args.train_samples:
-                given_flag = "--train-iters" if args.train_iters else "--train-samples"
-                refuse(f"wlb_megatron refuses --wlb-train-epochs with {given_flag}: give one of them.")
-            args.train_samples = 1  # until the corpus has been read; Megatron asks for a number here
-        try:
-            result = original(args, defaults or {})
-        except (AssertionError, ValueError, RuntimeError) as error:
-            # Megatron raises these for flags that do not fit together: its text is the message, without the stack.
-            raised = traceback.extract_tb(error.__traceback__)[-1]
-            if args.wlb_off or "megatron" not in Path(raised.filename).parts:
-                raise
-            message = " ".join(str(error).split()) or raised.line
-            refuse(f"Megatron refuses these flags: {message}")
-        if not args.wlb_off:
-            checked(lambda: _take_over(args))
-        elif _lacks_context_parallelism(args):
+    if not args.wlb_off and (problem := too_small(args)):
+        refuse(problem)
+    if not args.wlb_off and args.wlb_train_epochs is not None:
+        if by_step := [name for name in ("lr_warmup_iters", "lr_decay_iters") if getattr(args, name, None)]:
+            flag = f"--{by_step[0].replace('_', '-')}"
             refuse(
-                "--wlb-off at --context-parallel-size above 1: Megatron's own attention then needs Transformer Engine; "
-                "install it, or compare with --wlb-packing original --wlb-sharding per-sequence"
+                f"wlb_megatron refuses --wlb-train-epochs with {flag}: it sets --train-samples; give "
+                f"{flag.replace('iters', 'samples')}, or a share of the run by --lr-warmup-fraction."
             )
-        if args.eval_interval is None:
-            args.eval_interval = (
-                1000  # Megatron divides by it, though nothing is evaluated, also with --wlb-off
-            )
-        return result
-
-    return validate_args
+        if args.train_iters or args.train_samples:
+            given_flag = "--train-iters" if args.train_iters else "--train-samples"
+            refuse(f"wlb_megatron refuses --wlb-train-epochs with {given_flag}: give one of them.")
+        args.train_samples = 1  # until the corpus has been read; Megatron asks for a number here
+    try:
+        result = original(args, defaults or {})
+    except (AssertionError, ValueError, RuntimeError) as error:
+        # Megatron raises these for flags that do not fit together: its text is the message, without the stack.
+        raised = traceback.extract_tb(error.__traceback__)[-1]
+        if args.wlb_off or "megatron" not in Path(raised.filename).parts:
+            raise
+        message = " ".join(str(error).split()) or raised.line
+        refuse(f"Megatron refuses these flags: {message}")
+    if not args.wlb_off:
+        checked(lambda: _take_over(args))
+    elif _lacks_context_parallelism(args):
+        refuse(
+            "--wlb-off at --context-parallel-size above 1: Megatron's own attention then needs Transformer Engine; "
+            "install it, or compare with --wlb-packing original --wlb-sharding per-sequence"
+        )
+    if args.eval_interval is None:
+        args.eval_interval = 1000  # Megatron divides by it, though nothing is evaluated, also with --wlb-off
+    return result
 
 
 def _take_over(args: Any) -> None:
@@ -255,6 +246,36 @@ def _set(args: Any, name: str, value: Any, why: str) -> None:
         say(f"sets --{name.replace('_', '-')} {value}: {why}")
 
 
+def check_outputs(config: WlbConfig) -> None:
+    """Refuse a --wlb-log or --wlb-trace that the last rank, which writes them, cannot write. Leaves no file behind."""
+    if int(os.environ.get("RANK", "0")) != int(os.environ.get("WORLD_SIZE", "1")) - 1:
+        return
+    for flag, name, probe in (("--wlb-log", config.log, _appended), ("--wlb-trace", config.trace, _replaced)):
+        try:
+            if name is not None:
+                probe(Path(name))
+        except OSError as error:
+            raise RefusedHere(
+                f"{flag} {name}: the last rank cannot write it ({error.strerror}); give a path "
+                "in a folder that it can write to"
+            ) from None
+
+
+def _appended(path: Path) -> None:
+    if not path.exists():
+        return _replaced(path)
+    with path.open("ab"):
+        pass
+
+
+def _replaced(path: Path) -> None:
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    probe = path.with_name(f".{path.name}.{os.getpid()}.probe")
+    probe.open("xb").close()
+    probe.unlink()
+
+
 LEAST = {
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
@@ -283,34 +304,30 @@ def too_small(args: Any) -> str | None:
     return "\n".join(lines) or None
 
 
-def wrap_pretrain(original: Callable[..., Any]) -> Callable[..., Any]:
+@wrapper
+def wrap_pretrain(original: Original, *args: Any, **kwargs: Any) -> Any:
     """pretrain() over the plugin's dataset provider, forward step and layer spec.
 
     From 0.19 the model is described by a configuration, which gets the layer spec; before, or when the script gives a
     model_provider, what that builds does. Before 0.18 pretrain() itself parses the flags, so the job is not there yet.
     """
-    signature = inspect.signature(original)
+    from wlb_megatron.plugin.model.spec import install_spec, with_plan_attention
+    from wlb_megatron.plugin.plans.provider import make_provider
+    from wlb_megatron.plugin.step.forward_step import forward_step
 
-    def pretrain(*args: Any, **kwargs: Any) -> Any:
-        from wlb_megatron.plugin.model.spec import install_spec, with_plan_attention
-        from wlb_megatron.plugin.plans.provider import make_provider
-        from wlb_megatron.plugin.step.forward_step import forward_step
-
-        arguments = signature.bind(*args, **kwargs).arguments
-        script = part(script_functions.Script)
-        script.step = arguments["forward_step_func"]
-        script.provider = arguments["train_valid_test_dataset_provider"]
-        checked(script_functions.settle)
-        arguments["train_valid_test_dataset_provider"] = make_provider(lambda: _opened().sources)
-        arguments["forward_step_func"] = forward_step
-        if (theirs := arguments.get("model_provider")) is not None:
-            arguments["model_provider"] = with_plan_attention(theirs, lambda: _opened().job.given)
-        else:
-            checked(lambda: install_spec(arguments["cfg_container"].model, _opened().job.given))
-        # A checkpoint, or the model's layers, may be refused.
-        return checked(lambda: with_others_lines(lambda: _train(original, arguments)))
-
-    return pretrain
+    arguments = inspect.signature(original).bind(*args, **kwargs).arguments
+    script = part(script_functions.Script)
+    script.step = arguments["forward_step_func"]
+    script.provider = arguments["train_valid_test_dataset_provider"]
+    checked(script_functions.settle)
+    arguments["train_valid_test_dataset_provider"] = make_provider(lambda: _opened().sources)
+    arguments["forward_step_func"] = forward_step
+    if (theirs := arguments.get("model_provider")) is not None:
+        arguments["model_provider"] = with_plan_attention(theirs, lambda: _opened().job.given)
+    else:
+        checked(lambda: install_spec(arguments["cfg_container"].model, _opened().job.given))
+    # A checkpoint, or the model's layers, may be refused.
+    return checked(lambda: with_others_lines(lambda: _train(original, arguments)))
 
 
 def _opened() -> OpenedJob:
@@ -335,15 +352,12 @@ def _train(original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         raise WlbError(reason) from error
 
 
-def wrap_compile_helpers(original: Callable[..., Any]) -> Callable[..., Any]:
+@wrapper
+def wrap_compile_helpers(original: Original) -> None:
     """compile_helpers that runs make only where Megatron's own datasets may be built (--wlb-off) and helpers are not:
     PyPI's wheel brings them built, but no Makefile."""
-
-    def compile_helpers() -> None:
-        if is_off() and importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
-            original()
-
-    return compile_helpers
+    if is_off() and importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
+        original()
 
 
 FULL = "No space left on device"

@@ -18,37 +18,39 @@ from wlb_megatron.documents.corpus import Corpus, Rules
 from wlb_megatron.documents.indexed import read_index
 from wlb_megatron.errors import WlbError
 from wlb_megatron.plugin import job_state
-from wlb_megatron.sft.index_files import Tokenizing
+from wlb_megatron.sft.conversations import Tokenizing
 
 
 @dataclass(frozen=True, slots=True)
 class DataPaths:
     """Prefixes (and weights) as Megatron's flags give them.
 
-    common: the prefixes of all parts, which `split` divides. by_part: those of train, valid and test, if each has its
-    own. masks: each corpus has a mask of its trained tokens.
+    by_part: those of train, valid and test. split: divides the documents of parts that share theirs; None if each part
+    takes all of its own. masks: each corpus has a mask of its trained tokens.
     """
 
-    common: tuple[str, ...] = ()
+    by_part: Mapping[str, tuple[str, ...]]
     split: str | None = None
-    by_part: Mapping[str, tuple[str, ...]] | None = None
     masks: Rules | None = None
 
     @classmethod
     def of(cls, args: Any) -> DataPaths:
         """args: Megatron's validated arguments. WlbError if a file of paths cannot be read."""
-        by_part = _values_by_part(args)
-        if by_part is None:
-            return cls(tuple(_common_values(args) or ()), args.split)
-        return cls(by_part={part: tuple(values) for part, values in by_part.items()})
-
-    def of_part(self, part: str) -> tuple[str, ...]:
-        return self.common if self.by_part is None else self.by_part[part]
+        if args.per_split_data_args_path is not None:
+            return cls(_read_parts("--per-split-data-args-path", args.per_split_data_args_path))
+        by_part = {part: tuple(getattr(args, f"{part}_data_path") or ()) for part in SPLITS}
+        if any(by_part.values()) and not args.data_path:
+            return cls(by_part)
+        common = args.data_path or ()
+        if args.data_args_path is not None:
+            common = _read("--data-args-path", args.data_args_path).split()
+        parts = SPLITS if args.split is not None else SPLITS[:1]  # without a split, all documents train
+        return cls(dict.fromkeys(SPLITS, ()) | dict.fromkeys(parts, tuple(common)), args.split)
 
 
 def training_corpora(paths: DataPaths) -> list[Corpus]:
     """The corpora that train, from their .idx alone; [] where none is named. WlbError if one cannot be read."""
-    words = paths.of_part("train")
+    words = paths.by_part["train"]
     if not words:
         return []
     prefixes, weights = parse_blend(words)
@@ -58,8 +60,8 @@ def training_corpora(paths: DataPaths) -> list[Corpus]:
 
 def prefixes_of(paths: DataPaths) -> list[str]:
     """Each prefix that is named, once, in order."""
-    values = [paths.common] if paths.by_part is None else [paths.by_part[part] for part in SPLITS]
-    return list(dict.fromkeys(prefix for each in values if each for prefix in parse_blend(each)[0]))
+    values = [paths.by_part[part] for part in SPLITS if paths.by_part[part]]
+    return list(dict.fromkeys(prefix for each in values for prefix in parse_blend(each)[0]))
 
 
 def renamed(paths: DataPaths, names: Mapping[str, str]) -> DataPaths:
@@ -74,10 +76,7 @@ def renamed(paths: DataPaths, names: Mapping[str, str]) -> DataPaths:
             new_prefixes if weights is None else chain(*zip(map(repr, weights), new_prefixes, strict=True))
         )
 
-    by_part = (
-        None if paths.by_part is None else {part: new(tuple(each)) for part, each in paths.by_part.items()}
-    )
-    return replace(paths, common=new(paths.common), by_part=by_part)
+    return replace(paths, by_part={part: new(values) for part, values in paths.by_part.items()})
 
 
 def documents(
@@ -87,9 +86,9 @@ def documents(
 
     blends: blends that other parts have read, which this one shares: an index is checked once.
     """
-    key = paths.of_part(part)
-    if part != "train" and (not key or (paths.split is None and paths.by_part is None)):
-        return None  # without a split, all documents train
+    key = paths.by_part[part]
+    if part != "train" and not key:
+        return None
     blends = {} if blends is None else blends
     if key not in blends:
         prefixes, weights = parse_blend(key)
@@ -100,21 +99,7 @@ def documents(
     return (blend, corpora) if corpora or part == "train" else None
 
 
-def _common_values(args: Any) -> list[str] | None:
-    if args.data_args_path is None:
-        return list(args.data_path) if args.data_path else None
-    return _read("--data-args-path", args.data_args_path).split()
-
-
-def _values_by_part(args: Any) -> dict[str, list[str]] | None:
-    """Prefixes (and weights) of train, valid and test if each has its own; None if --split divides them."""
-    if args.per_split_data_args_path is not None:
-        return _read_parts("--per-split-data-args-path", args.per_split_data_args_path)
-    paths = {part: list(getattr(args, f"{part}_data_path") or ()) for part in SPLITS}
-    return paths if any(paths.values()) and not args.data_path else None
-
-
-def _read_parts(flag: str, path: str) -> dict[str, list[str]]:
+def _read_parts(flag: str, path: str) -> dict[str, tuple[str, ...]]:
     """The JSON file of Megatron's --per-split-data-args-path: {"train": [...] or "...", "valid": .., "test": ..}."""
     try:
         parts = json.loads(_read(flag, path))
@@ -129,7 +114,7 @@ def _read_parts(flag: str, path: str) -> dict[str, list[str]]:
     lists = {}
     for part in SPLITS:
         values = parts.get(part) or []
-        lists[part] = values.split() if isinstance(values, str) else [str(value) for value in values]
+        lists[part] = tuple(values.split() if isinstance(values, str) else map(str, values))
     return lists
 
 

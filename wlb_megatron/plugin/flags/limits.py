@@ -12,7 +12,6 @@ from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.lengths import Bound
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.limits import GpuMemory, chunk_capacity, with_lmax
-from wlb_megatron.plugin.flags.trained_model import MemoryFlags
 from wlb_megatron.plugin.flags.training_job import TrainingJob
 from wlb_megatron.workload.cost_model import (
     MICRO_BATCH_TOKENS,
@@ -93,18 +92,18 @@ def gpu_memory(job: TrainingJob, *, even_with_experts: bool = False) -> GpuMemor
 
     even_with_experts: assume uneven numbers of tokens instead (workload.model.Experts).
     """
-    size = job.given.gpu_memory
-    if job.memory is None or (job.model.shape.experts is not None and not even_with_experts):
+    size, model = job.given.gpu_memory, job.model
+    if (not job.device.on_gpu and not size) or (model.shape.experts is not None and not even_with_experts):
         return None
     if size is None:
         bytes_here = whole_gib(torch.cuda.get_device_properties(job.device.index).total_memory)
     else:
         bytes_here = int(size * GIB)
     return GpuMemory(
-        *(bytes_here, fullest_stage(job, job.memory), job.sizes),
+        *(bytes_here, fullest_stage(job), job.sizes),
         *(job.batches.joined_window, job.alignment, job.given.memory_margin),
-        layers=job.memory.patterns,
-        depths=job.memory.depths,
+        layers=model.stage_patterns,
+        depths=model.depth_layers,
     )
 
 
@@ -150,11 +149,12 @@ def adoptable_tokens(job: TrainingJob) -> int:
         return 0
 
 
-def fullest_stage(job: TrainingJob, memory: MemoryFlags) -> Model:
+def fullest_stage(job: TrainingJob) -> Model:
     """The model of which a stage holds most layers, in workload.model's terms."""
-    dim, values = job.model.shape.head_dim, job.model.value_dim
+    model = job.model
+    dim, values = model.shape.head_dim, model.value_dim
     return replace(
-        job.model.shape,
-        layers=memory.stage_layers + memory.depths,  # type: ignore[operator]  # both are numbers, or symbols
+        model.shape,
+        layers=model.stage_layers + model.depth_layers,  # type: ignore[operator]  # both are numbers, or symbols
         head_dim=(dim + values) // 2 if narrow_values(dim, values) else dim,  # others are padded
     )

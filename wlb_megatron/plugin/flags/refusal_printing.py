@@ -1,4 +1,7 @@
-"""Which ranks say why they stop. At the start they cannot talk to each other yet."""
+"""Which ranks say why they stop. At the start they cannot talk to each other yet.
+
+What only reports never ends a job: its errors are warnings, and only paths of reports are checked at the start.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,12 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import NoReturn, TypeVar
 
 from wlb_megatron.errors import WlbError, fatal
+from wlb_megatron.plugin.job_state import part
 from wlb_megatron.refusals import Refused, RefusedHere
 
 Result = TypeVar("Result")
@@ -41,8 +46,14 @@ def checked(check: Callable[[], Result]) -> Result:
             raise
         traceback.print_exc()
         refusal = RefusedHere(str(error))
+    _speak(refusal)
+
+
+def _speak(refusal: Refused) -> NoReturn:
     if not isinstance(refusal, RefusedHere) and os.environ.get("LOCAL_RANK", "0") != "0":
-        _wait_for_the_end()
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Megatron's handler would only note it
+        time.sleep(PATIENCE)
     rank = int(os.environ.get("RANK", "0"))
     spoken = type(refusal)(fatal(str(refusal), f"rank {rank} on {socket.gethostname()}: " if rank else ""))
     spoken.ranks_chosen = True
@@ -52,11 +63,7 @@ def checked(check: Callable[[], Result]) -> Result:
 
 def refuse(line: str) -> None:
     """End this rank with the line, as `checked` does."""
-
-    def check() -> None:
-        raise Refused(line)
-
-    checked(check)
+    _speak(Refused(line))
 
 
 def say(what: str) -> None:
@@ -65,15 +72,29 @@ def say(what: str) -> None:
         print(f"> wlb_megatron {what}", flush=True)
 
 
-def _wait_for_the_end() -> None:
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Megatron's handler would only note it
-    time.sleep(PATIENCE)
-
-
 def _tell_torchrun(line: str) -> None:
     """Have torchrun's last lines on stderr say it, too: they show what a rank has written into this file."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
             json.dump({"message": line, "timestamp": int(time.time())}, file)
+
+
+@dataclass(slots=True)
+class Warned:
+    """Outcomes for which a warning was printed."""
+
+    outcomes: set[str] = field(default_factory=set)
+
+
+@contextlib.contextmanager
+def never_fatal(outcome: str) -> Iterator[None]:
+    """Turn an error inside into a warning, the first time with this `outcome`. Training goes on."""
+    try:
+        yield
+    except Exception as error:
+        warned = part(Warned).outcomes
+        if outcome not in warned:
+            warned.add(outcome)
+            with contextlib.suppress(OSError):  # stdout may be what is full
+                print(f"WARNING: wlb_megatron: {outcome}: {error!r}", flush=True)

@@ -33,6 +33,12 @@ class TrainedModel:
         rows: a rank's tokens are a multiple of it, in FP8's matrix products.
         dtype: the parameters' type, such as "bfloat16".
         implementation: --transformer-impl.
+        stage_layers: layers of the fullest pipeline stage, its virtual stages together, without multi-token
+            prediction's.
+        stage_patterns: layers of several kinds by their symbols, of each virtual stage of each stage; stage_layers and
+            depth_layers are such symbols then, too. A GPTModel's with gated delta nets are those of the stage that may
+            have most of them.
+        depth_layers: layers of multi-token prediction.
     """
 
     shape: Model
@@ -48,6 +54,9 @@ class TrainedModel:
     rows: int
     dtype: str
     implementation: str
+    stage_layers: int | str
+    stage_patterns: tuple[tuple[str, ...], ...] | None
+    depth_layers: int | str
 
     @classmethod
     def of(cls, args: Any) -> TrainedModel:
@@ -66,6 +75,7 @@ class TrainedModel:
         attention, dense, _ = layer_kinds(args)
         ffn, experts = args.ffn_hidden_size * dense // attention, _experts(args)
         depths = getattr(args, "mtp_num_layers", None) or 0
+        stage_layers, stage_patterns, depth_layers = _stage_layers(args)
         vocabulary = args.padded_vocab_size or args.vocab_size
         dtype = str(args.params_dtype).removeprefix("torch.")
         shape = Model(
@@ -101,6 +111,9 @@ class TrainedModel:
             rows=_rows(args),
             dtype=dtype,
             implementation=args.transformer_impl,
+            stage_layers=stage_layers,
+            stage_patterns=stage_patterns,
+            depth_layers=depth_layers,
         )
 
     def with_vocabulary(self, rows: int) -> TrainedModel:
@@ -208,39 +221,21 @@ def _rows(args: Any) -> int:
     return 1 if not getattr(args, "fp8", None) else 32 if args.fp8_recipe == "mxfp8" else 16
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryFlags:
-    """Megatron's flags that decide how much memory a step takes.
-
-    Args:
-        stage_layers: layers of the fullest pipeline stage, its virtual stages together, without multi-token
-            prediction's.
-        patterns: layers of several kinds by their symbols, of each virtual stage of each stage; stage_layers and
-            depths are such symbols then, too. A GPTModel's with gated delta nets are those of the stage that may have
-            most of them.
-        depths: layers of multi-token prediction.
-    """
-
-    stage_layers: int | str
-    patterns: tuple[tuple[str, ...], ...] | None = None
-    depths: int | str = 0
-
-    @classmethod
-    def of(cls, args: Any) -> MemoryFlags:
-        """args: Megatron's validated arguments."""
-        layers: int | str = _fullest_stage(args)
-        depths, patterns = getattr(args, "mtp_num_layers", None) or 0, None
-        if pattern := getattr(args, "hybrid_layer_pattern", None):
-            main, *further = pattern.split("/")
-            patterns, depths = _stage_patterns(main, args), "".join(further)
-            layers = max(
-                ("|".join(chunks) for chunks in patterns),
-                key=lambda stage: (stage.count("*") + stage.count("G"), len(stage)),
-            )
-        elif "G" in layer_symbols(args):
-            patterns, depths = _net_stages(args), WHOLE * (getattr(args, "mtp_num_layers", None) or 0)
-            layers = "|".join(patterns[0])
-        return cls(stage_layers=layers, patterns=patterns, depths=depths)
+def _stage_layers(args: Any) -> tuple[int | str, tuple[tuple[str, ...], ...] | None, int | str]:
+    """stage_layers, stage_patterns and depth_layers of a TrainedModel."""
+    depths = getattr(args, "mtp_num_layers", None) or 0
+    if pattern := getattr(args, "hybrid_layer_pattern", None):
+        main, *further = pattern.split("/")
+        patterns = _stage_patterns(main, args)
+        fullest = max(
+            ("|".join(chunks) for chunks in patterns),
+            key=lambda stage: (stage.count("*") + stage.count("G"), len(stage)),
+        )
+        return fullest, patterns, "".join(further)
+    if "G" in layer_symbols(args):
+        patterns = _net_stages(args)
+        return "|".join(patterns[0]), patterns, WHOLE * depths
+    return _fullest_stage(args), None, depths
 
 
 def _net_stages(args: Any) -> tuple[tuple[str, ...], ...]:

@@ -151,10 +151,11 @@ def check_apex() -> None:
         )
 
 
-def check_transformer_engine(transformer_impl: str) -> None:
-    """Refuse a Transformer Engine run where it is missing or older than the first version tried."""
+def check_transformer_engine(transformer_impl: str) -> str | None:
+    """The version of a Transformer Engine that is to run and is newer than those tried, or that tells no version; else
+    None. Refused where it is missing or older than the first version tried."""
     if transformer_impl != "transformer_engine":
-        return
+        return None
     version = installed_version("transformer_engine")
     if version is None:
         if importlib.util.find_spec("transformer_engine") is None:
@@ -163,23 +164,13 @@ def check_transformer_engine(transformer_impl: str) -> None:
                 'pip install "transformer-engine[pytorch]", or on a machine without a GPU set '
                 "--transformer-impl local."
             )
-        return
+        return "of unknown version"
     if _release(version) < MINIMUM_TRANSFORMER_ENGINE:
         minimum = ".".join(map(str, MINIMUM_TRANSFORMER_ENGINE))
         raise Refused(
             f"Transformer Engine {version} is older than {minimum}, the first the plugin was tried with: "
             'pip install --upgrade "transformer-engine[pytorch]".'
         )
-
-
-def untried_transformer_engine(transformer_impl: str) -> str | None:
-    """The version of a Transformer Engine that is to run and is newer than those tried, or that tells no version; else
-    None."""
-    if transformer_impl != "transformer_engine":
-        return None
-    version = installed_version("transformer_engine")
-    if version is None:
-        return "of unknown version"
     return version if _release(version) > LATEST_TRANSFORMER_ENGINE else None
 
 

@@ -7,14 +7,14 @@ own formula at s and 2 * s; a step of documents l then counts L * sum(l) + A * s
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from megatron.training import get_args, training
 
-from wlb_megatron.plugin.job_state import part
+from wlb_megatron.plugin.job_state import Original, part, wrapper
 
 
 @dataclass(slots=True)
@@ -48,25 +48,22 @@ def count_segments(bounds: Sequence[torch.Tensor]) -> None:
     counts.here = [tokens + int(lengths.sum()), squares + int((lengths * lengths).sum())]
 
 
-def wrap_num_floating_point_operations(original: Callable[..., Any]) -> Callable[..., Any]:
+@wrapper
+def wrap_num_floating_point_operations(original: Original, args: Any, batch_size: int) -> float:
     """num_floating_point_operations(args, batch_size) of the step just trained, on every rank once before the log."""
-
-    def num_floating_point_operations(args: Any, batch_size: int) -> float:
-        counts = part(SegmentCounts)
-        if (
-            counts.here is not None
-        ):  # the training loop's call after a step; the log's then finds the same numbers
-            counts.step, counts.here = _over_all_ranks(counts.here), None
-        if counts.step is None:
-            return float(original(args, batch_size))
-        single, double = copy.copy(args), copy.copy(args)
-        double.seq_length = 2 * args.seq_length
-        per_window, per_double = float(original(single, 1)), float(original(double, 1))
-        attention = (per_double - 2 * per_window) / (2 * args.seq_length**2)
-        linear = per_window / args.seq_length - attention * args.seq_length
-        return linear * counts.step[0] + attention * counts.step[1]
-
-    return num_floating_point_operations
+    counts = part(SegmentCounts)
+    if (
+        counts.here is not None
+    ):  # the training loop's call after a step; the log's then finds the same numbers
+        counts.step, counts.here = _over_all_ranks(counts.here), None
+    if counts.step is None:
+        return float(original(args, batch_size))
+    single, double = copy.copy(args), copy.copy(args)
+    double.seq_length = 2 * args.seq_length
+    per_window, per_double = float(original(single, 1)), float(original(double, 1))
+    attention = (per_double - 2 * per_window) / (2 * args.seq_length**2)
+    linear = per_window / args.seq_length - attention * args.seq_length
+    return linear * counts.step[0] + attention * counts.step[1]
 
 
 def take_mean(arguments: dict[str, Any]) -> None:

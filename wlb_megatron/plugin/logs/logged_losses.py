@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from wlb_megatron.plugin.job_state import part
+from wlb_megatron.plugin.job_state import Original, part, wrapper
 from wlb_megatron.plugin.micro_batches.planning import PlannedMicroBatch
 
 
@@ -39,16 +39,12 @@ class LoggedLosses:
     predicted: float = 0.0
 
 
-def wrap_report(original: Callable[..., Any]) -> Callable[..., Any]:
+@wrapper
+def wrap_report(original: Original, *args: Any, **kwargs: Any) -> Any:
     """A function that logs losses times its `loss_scale`, given 1 / (planned micro-batches): means over these."""
-    signature = inspect.signature(original)
-
-    def report(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
-        bound.arguments["loss_scale"] *= part(LoggedLosses).factor
-        return original(*bound.args, **bound.kwargs)
-
-    return report
+    bound = inspect.signature(original).bind(*args, **kwargs)
+    bound.arguments["loss_scale"] *= part(LoggedLosses).factor
+    return original(*bound.args, **bound.kwargs)
 
 
 def _weight(tokens: Any, step: PlannedMicroBatch, step_tokens: int, ranks: int) -> Any:
@@ -77,30 +73,24 @@ def _averaging() -> Any:
     return parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
 
 
-def wrap_apply_z_loss(original: Callable[..., Any]) -> Callable[..., Any]:
+@wrapper
+def wrap_apply_z_loss(original: Original, self: Any, logits: Any, padding_mask: Any = None) -> Any:
     """TopKRouter.apply_z_loss, which notes the weight of its mean."""
-
-    def apply_z_loss(self: Any, logits: Any, padding_mask: Any = None) -> Any:
-        tokens, ranks = logits.shape[0] if padding_mask is None else (~padding_mask).sum(), _averaging()
-        with weighed(tokens, ranks.size(), ranks):
-            return original(self, logits, padding_mask=padding_mask)
-
-    return apply_z_loss
+    tokens, ranks = logits.shape[0] if padding_mask is None else (~padding_mask).sum(), _averaging()
+    with weighed(tokens, ranks.size(), ranks):
+        return original(self, logits, padding_mask=padding_mask)
 
 
-def wrap_record(original: Callable[..., Any]) -> Callable[..., Any]:
+@wrapper
+def wrap_record(original: Original, *args: Any, **kwargs: Any) -> Any:
     """MoEMetricsTracker.record, before 0.18 save_to_aux_losses_tracker: means over tokens weighed, z-losses averaged
     over all ranks, which releases before 0.19 leave out."""
-
-    def record(*args: Any, **kwargs: Any) -> Any:
-        state = part(LoggedLosses)
-        if state.weight is None:
-            return original(*args, **kwargs)
-        *name, value, layer, layers = args
-        averages = {} if state.averages is None else {"avg_group": state.averages}
-        return original(*name, value * state.weight, layer, layers, **kwargs | averages)
-
-    return record
+    state = part(LoggedLosses)
+    if state.weight is None:
+        return original(*args, **kwargs)
+    *name, value, layer, layers = args
+    averages = {} if state.averages is None else {"avg_group": state.averages}
+    return original(*name, value * state.weight, layer, layers, **kwargs | averages)
 
 
 def _missing_ranks(name: str, entry: Callable[[str], Any]) -> dict[str, Any]:
@@ -122,47 +112,40 @@ def _missing_ranks(name: str, entry: Callable[[str], Any]) -> dict[str, Any]:
     return {}
 
 
-def wrap_ensure_initialized(original: Callable[..., Any]) -> Callable[..., Any]:
+@wrapper
+def wrap_ensure_initialized(
+    original: Original, self: Any, name: str, *positional: Any, **keywords: Any
+) -> None:
     """MoEMetricsTracker.ensure_initialized, with the ranks of a loss that this stage does not record."""
-
-    def ensure_initialized(self: Any, name: str, *positional: Any, **keywords: Any) -> None:
-        original(self, name, *positional, **keywords)
-        entry = self.metrics[name]
-        for group, ranks in _missing_ranks(name, partial(getattr, entry)).items():
-            setattr(entry, group, ranks)
-            entry.needs_dp_avg = name != "global_load_balancing_loss"
-
-    return ensure_initialized
+    original(self, name, *positional, **keywords)
+    entry = self.metrics[name]
+    for group, ranks in _missing_ranks(name, partial(getattr, entry)).items():
+        setattr(entry, group, ranks)
+        entry.needs_dp_avg = name != "global_load_balancing_loss"
 
 
-def wrap_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
+@wrapper
+def wrap_reduce(original: Original, track_names: Any = None, *positional: Any, **keywords: Any) -> None:
     """The same before 0.18, of reduce_aux_losses_tracker_across_ranks."""
+    from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 
-    def reduce_aux_losses_tracker_across_ranks(
-        track_names: Any = None, *positional: Any, **keywords: Any
-    ) -> None:
-        from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
-
-        for name, entry in get_moe_layer_wise_logging_tracker().items():
-            missing = _missing_ranks(name, entry.get)
-            if missing:
-                entry |= missing | {"reduce_group_has_dp": name == "global_load_balancing_loss"}
-        original(track_names, *positional, **keywords)
-
-    return reduce_aux_losses_tracker_across_ranks
+    for name, entry in get_moe_layer_wise_logging_tracker().items():
+        missing = _missing_ranks(name, entry.get)
+        if missing:
+            entry |= missing | {"reduce_group_has_dp": name == "global_load_balancing_loss"}
+    original(track_names, *positional, **keywords)
 
 
-def wrap_save(original: Callable[..., Any]) -> Callable[..., Any]:
+@wrapper
+def wrap_save(
+    original: Original, loss: Any, *positional: Any, avg_group: Any = None, **keywords: Any
+) -> None:
     """MTPLossLoggingHelper's save_metrics_to_tracker or save_loss_to_tracker, given losses that are weighed.
 
     A rank without a prediction has no loss; 0.16 divides 0 by 0 there.
     """
-
-    def save(loss: Any, *positional: Any, avg_group: Any = None, **keywords: Any) -> None:
-        state = part(LoggedLosses)
-        if state.step is not None and state.step.predictions and avg_group is not None:
-            weight = _weight(state.predicted, state.step, state.step.predictions[0], avg_group.size())
-            loss = loss * weight if weight else loss.new_zeros(())
-        original(loss, *positional, avg_group=avg_group, **keywords)
-
-    return save
+    state = part(LoggedLosses)
+    if state.step is not None and state.step.predictions and avg_group is not None:
+        weight = _weight(state.predicted, state.step, state.step.predictions[0], avg_group.size())
+        loss = loss * weight if weight else loss.new_zeros(())
+    original(loss, *positional, avg_group=avg_group, **keywords)

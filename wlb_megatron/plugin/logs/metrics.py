@@ -21,9 +21,9 @@ from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.stream import describe_passes, figures_of_passes
 from wlb_megatron.pipeline.orders import documents_in_chunks
 from wlb_megatron.plan import IterationPlan
+from wlb_megatron.plugin.flags.refusal_printing import never_fatal
 from wlb_megatron.plugin.job_state import part
 from wlb_megatron.plugin.logs import stragglers
-from wlb_megatron.plugin.logs.reporting import never_fatal
 from wlb_megatron.plugin.logs.stragglers import Drift
 from wlb_megatron.plugin.micro_batches.loaded import LoadedMicroBatch
 from wlb_megatron.plugin.micro_batches.planning import PlannedIteration, PlannedMicroBatch

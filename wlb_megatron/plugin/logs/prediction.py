@@ -18,8 +18,8 @@ from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.varlen.arrange import in_given_order
 from wlb_megatron.pipeline.kept_layers import recomputed_array
 from wlb_megatron.plan import IterationPlan
+from wlb_megatron.plugin.flags.refusal_printing import never_fatal
 from wlb_megatron.plugin.flags.training_job import TrainingJob
-from wlb_megatron.plugin.logs.reporting import never_fatal
 from wlb_megatron.plugin.micro_batches.planning import ShardSettings
 from wlb_megatron.sharding.cut import cut, pad
 from wlb_megatron.sharding.segments import ShardPlan
@@ -67,7 +67,7 @@ class Prediction:
     dp_rank: int
 
     def __call__(self, plan: IterationPlan, shards: Sequence[ShardPlan]) -> float:
-        """shards: of this rank's micro-batches."""
+        """Takes the shard plans of this rank's micro-batches."""
         tokens, attention = self._loads(plan, shards)
         (orders,) = self.times.orders([plan])
         call_cuts = np.broadcast_to(
@@ -89,10 +89,10 @@ class Prediction:
         """
         layout = self.times.model.layout
         plans_one = layout.data * layout.pipeline > MOST_PLANNED and not self.times.in_step
-        kept = self.times.kept_layers([plan], self.dp_rank if plans_one else None)
-        if kept is None:
+        steps = self.times.kept_layers([plan], self.dp_rank if plans_one else None)
+        if steps is None:
             return None
-        layers = recomputed_array(kept[0])
+        layers = recomputed_array(steps[0])
         return np.broadcast_to(layers, (layout.data, *layers.shape[1:]))[None]
 
     def _loads(self, plan: IterationPlan, shards: Sequence[ShardPlan]) -> tuple[npt.NDArray[np.int64], Times]:

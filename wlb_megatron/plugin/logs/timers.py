@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from wlb_megatron.attention import kv_exchange
+from wlb_megatron.plugin.flags.refusal_printing import never_fatal
 from wlb_megatron.plugin.job_state import part
-from wlb_megatron.plugin.logs.reporting import never_fatal
 
 LEVELS = {"wlb-draw": 1, "wlb-plan-wait": 1, "wlb-planning": 1, "wlb-predicted": 1, "wlb-key-exchange": 2}
 """--timing-log-level from which each is shown."""

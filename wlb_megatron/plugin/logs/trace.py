@@ -23,8 +23,9 @@ import torch.distributed as dist
 from wlb_megatron.pipeline.orders import documents_in_chunks
 from wlb_megatron.pipeline.schedule import Event
 from wlb_megatron.plan import Piece
-from wlb_megatron.plugin.job_state import part
-from wlb_megatron.plugin.logs.reporting import never_fatal
+from wlb_megatron.plugin.flags.refusal_printing import never_fatal
+from wlb_megatron.plugin.flags.training_job import TrainingJob
+from wlb_megatron.plugin.job_state import Original, part, wrapper
 from wlb_megatron.plugin.stores import wait_for
 from wlb_megatron.report.timeline import chrome_trace
 from wlb_megatron.whole_files import write_whole
@@ -38,16 +39,6 @@ UNKNOWN = -1
 
 PATIENCE = 60
 """Seconds that the last rank waits for the times of the others."""
-
-
-class Traced(NamedTuple):
-    """Which iteration goes into which file, whether marks are made on a GPU, and the sizes that name its ranks."""
-
-    path: Path
-    iteration: int
-    on_gpu: bool = False
-    context: int = 1
-    tensor: int = 1
 
 
 class Call(NamedTuple):
@@ -136,19 +127,17 @@ def _id(output: Any) -> int:
 
 @dataclass(slots=True)
 class Tracing:
-    """next_traced: the trace that the next step is recorded for, if it is. recorder: the traced iteration's, while it
-    runs.
-    """
+    """due: the recorder of the next step, if that is traced. recorder: the traced iteration's, while it runs."""
 
-    next_traced: Traced | None = None
+    due: Recorder | None = None
     recorder: Recorder | None = None
 
 
 def begin_step() -> None:
     """Called before each training step. (Evaluation may run between two, and is not recorded.)"""
     tracing = part(Tracing)
-    if tracing.next_traced is not None:
-        tracing.recorder, tracing.next_traced = Recorder(tracing.next_traced.on_gpu), None
+    if tracing.due is not None:
+        tracing.recorder, tracing.due = tracing.due, None
 
 
 def begin_micro_batch(index: int) -> None:
@@ -158,52 +147,46 @@ def begin_micro_batch(index: int) -> None:
         recorder.micro_batch = index
 
 
-def wrap_forward_step(original: Callable[..., Any]) -> Callable[..., Any]:
+@wrapper
+def wrap_forward_step(original: Original, *args: Any, **kwargs: Any) -> Any:
     """A schedule's forward of one micro-batch, marked in a traced iteration."""
-
-    def forward_step(*args: Any, **kwargs: Any) -> Any:
-        recorder = part(Tracing).recorder
-        if recorder is None:
-            return original(*args, **kwargs)
-        return recorder.forward(lambda: original(*args, **kwargs))
-
-    return forward_step
+    recorder = part(Tracing).recorder
+    if recorder is None:
+        return original(*args, **kwargs)
+    return recorder.forward(lambda: original(*args, **kwargs))
 
 
-def wrap_backward_step(original: Callable[..., Any]) -> Callable[..., Any]:
+@wrapper
+def wrap_backward_step(
+    original: Original, input_tensor: Any, output_tensor: Any, *args: Any, **kwargs: Any
+) -> Any:
     """A schedule's backward of one micro-batch, marked in a traced iteration."""
-
-    def backward_step(input_tensor: Any, output_tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        recorder = part(Tracing).recorder
-        if recorder is None:
-            return original(input_tensor, output_tensor, *args, **kwargs)
-        return recorder.backward(
-            output_tensor, lambda: original(input_tensor, output_tensor, *args, **kwargs)
-        )
-
-    return backward_step
+    recorder = part(Tracing).recorder
+    if recorder is None:
+        return original(input_tensor, output_tensor, *args, **kwargs)
+    return recorder.backward(output_tensor, lambda: original(input_tensor, output_tensor, *args, **kwargs))
 
 
 def after_iteration(
-    iteration: int, traced: Traced | None, store: Any, pieces: Sequence[Sequence[Piece]] = ()
+    iteration: int, job: TrainingJob, store: Any, pieces: Sequence[Sequence[Piece]] = ()
 ) -> None:
     """To be called by every rank after each iteration (from 1). The iteration before the traced one makes it due; after
     the traced one it is written.
 
-    traced: None without --wlb-trace. store: common to all ranks, over which they send their times to the last one,
+    store: common to all ranks, over which they send their times to the last one,
     which writes the trace. pieces: this rank's micro-batches, whose documents in chunks the trace tells apart.
     """
-    tracing = part(Tracing)
-    if traced is None:
+    tracing, config = part(Tracing), job.config
+    if config.trace is None:
         return
-    if iteration + 1 == traced.iteration:
-        tracing.next_traced = traced
+    if iteration + 1 == config.trace_iteration:
+        tracing.due = Recorder(job.device.on_gpu)
     elif tracing.recorder is not None:
         recorder, tracing.recorder = tracing.recorder, None
         with never_fatal("--wlb-trace writes nothing"):
             _send(recorder, store, documents_in_chunks(pieces))
             if dist.get_rank() == dist.get_world_size() - 1:
-                _write(traced, _gather(store))
+                _write(job, Path(config.trace), _gather(store))
 
 
 def _send(recorder: Recorder, store: Any, documents: Sequence[int]) -> None:
@@ -237,8 +220,8 @@ def _gather(store: Any) -> list[IntArray]:
     return tables
 
 
-def _write(traced: Traced, ranks: list[IntArray]) -> None:
-    cp, tp = traced.context, traced.tensor
+def _write(job: TrainingJob, path: Path, ranks: list[IntArray]) -> None:
+    cp, tp = job.sizes.context, job.sizes.tensor
     calls = [rows[1 + int(rows[0, 4]) :] for rows in ranks]
     zero = min(int(rows[:, 1].min()) for rows in calls if len(rows))
     groups: dict[int, list[Event]] = {}
@@ -260,8 +243,8 @@ def _write(traced: Traced, ranks: list[IntArray]) -> None:
         thread=named,
         documents=[documents[data] for data in sorted(groups)],
     )
-    write_whole(traced.path, json.dumps(trace) + "\n", "--wlb-trace")
+    write_whole(path, json.dumps(trace) + "\n", "--wlb-trace")
     print(
-        f"> wlb_megatron: iteration {traced.iteration} is traced in {traced.path}: open it in ui.perfetto.dev",
+        f"> wlb_megatron: iteration {job.config.trace_iteration} is traced in {path}: open it in ui.perfetto.dev",
         flush=True,
     )

@@ -21,6 +21,7 @@ from wlb_megatron.documents.blend import Blend
 from wlb_megatron.errors import WlbError
 from wlb_megatron.plugin import stores
 from wlb_megatron.plugin.flags.training_job import TrainingJob
+from wlb_megatron.plugin.job_state import Original, wrapper
 from wlb_megatron.plugin.micro_batches.loaded import Layout, LoadedMicroBatch, PackedDocuments, share
 from wlb_megatron.plugin.micro_batches.planning import PlannedIteration, PlannedMicroBatch
 from wlb_megatron.refusals import RefusedHere
@@ -266,52 +267,42 @@ def draw_step(data_iterator: Any) -> list[LoadedMicroBatch]:
     return [first, *(next(data_iterator) for _ in range(first.planned.steps - 1))]
 
 
-def wrap_dummy_train_step(original: Callable[..., Any]) -> Callable[..., Any]:
+@wrapper
+def wrap_dummy_train_step(original: Original, data_iterator: Any) -> Any:
     """dummy_train_step of --iterations-to-skip: the documents of such an iteration are given out and not trained.
 
     Megatron draws its batches by its own data loader's layout, and neither logs nor saves after it. A plan may have
     any number of micro-batches.
     """
+    first = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
+    source = planned_iterator(first)
+    if source is None:
+        return original(data_iterator)
+    from megatron.core.rerun_state_machine import get_rerun_state_machine
 
-    def dummy_train_step(data_iterator: Any) -> Any:
-        first = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
-        source = planned_iterator(first)
-        if source is None:
-            return original(data_iterator)
-        from megatron.core.rerun_state_machine import get_rerun_state_machine
-
-        rerun = get_rerun_state_machine()
-        while rerun.should_run_forward_backward(data_iterator):
-            batches = draw_step(first)
-        source.after_step(batches, skipped=True)
-        return None
-
-    return dummy_train_step
+    rerun = get_rerun_state_machine()
+    while rerun.should_run_forward_backward(data_iterator):
+        batches = draw_step(first)
+    source.after_step(batches, skipped=True)
+    return None
 
 
-def wrap_evaluate(original: Callable[..., Any]) -> Callable[..., Any]:
+@wrapper
+def wrap_evaluate(original: Original, *args: Any, **kwargs: Any) -> Any:
     """evaluate() with --full-validation: over as many iterations as cover the set once.
 
     Megatron counts a loader's batches and cycles over it; with a single set it fails (0.16 to 0.20 take the first
     element of a number). Here a set's iterations are known from its plan, the same on every rank.
     """
-    signature = inspect.signature(original)
-
-    def evaluate(*args: Any, **kwargs: Any) -> Any:
-        arguments = signature.bind(*args, **kwargs).arguments
-        iterators = arguments["data_iterator"]
-        iterator = planned_iterator(iterators[0] if isinstance(iterators, list) else iterators)
-        if isinstance(iterator, EvaluationIterator) and iterator.covers_set:
-            arguments["eval_iters"] = len(iterator)
-        return original(**arguments)
-
-    return evaluate
+    arguments = inspect.signature(original).bind(*args, **kwargs).arguments
+    iterators = arguments["data_iterator"]
+    iterator = planned_iterator(iterators[0] if isinstance(iterators, list) else iterators)
+    if isinstance(iterator, EvaluationIterator) and iterator.covers_set:
+        arguments["eval_iters"] = len(iterator)
+    return original(**arguments)
 
 
-def wrap_cyclic_iter(original: Callable[..., Any]) -> Callable[..., Any]:
+@wrapper
+def wrap_cyclic_iter(original: Original, iterable: Any) -> Any:
     """cyclic_iter() that leaves the plugin's iterator as it is: it begins again by itself."""
-
-    def cyclic_iter(iterable: Any) -> Any:
-        return iterable if isinstance(iterable, MicroBatchIterator) else original(iterable)
-
-    return cyclic_iter
+    return iterable if isinstance(iterable, MicroBatchIterator) else original(iterable)

@@ -19,7 +19,7 @@ from torch.nn import functional
 from wlb_megatron.attention.core_attention import WlbPackedSeqParams
 from wlb_megatron.errors import WlbError
 from wlb_megatron.plugin.flags.training_job import TrainingJob
-from wlb_megatron.plugin.job_state import part
+from wlb_megatron.plugin.job_state import Original, part, wrapper
 from wlb_megatron.plugin.micro_batches.loaded import DocumentRows
 from wlb_megatron.refusals import RefusedHere
 from wlb_megatron.workload.model import DeltaNets
@@ -46,34 +46,28 @@ class _Permuted(torch.autograd.Function):
         return _Permuted.apply(gradient, back, order), None, None
 
 
-def wrap_init(original: Callable[..., None]) -> Callable[..., None]:
+@wrapper
+def wrap_init(original: Original, self: Any, *args: Any, cp_comm_type: Any = None, **kwargs: Any) -> None:
     """GatedDeltaNet.__init__ of megatron-core 0.18, which cannot be built at context parallelism otherwise."""
-
-    def __init__(self: Any, *args: Any, cp_comm_type: Any = None, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-
-    return __init__
+    original(self, *args, **kwargs)
 
 
-def wrap_layer(original: Callable[..., Any]) -> Callable[..., Any]:
+@wrapper
+def wrap_layer(original: Original, *args: Any, **kwargs: Any) -> Any:
     """A method of GatedDeltaNet that runs with the documents of the micro-batch whose packed_seq_params it gets."""
-
-    def method(*args: Any, **kwargs: Any) -> Any:
-        values = (*args, *kwargs.values())
-        packed_params = next((value for value in values if isinstance(value, WlbPackedSeqParams)), None)
-        documents = getattr(packed_params, "documents", None)
-        if documents is None:
-            raise WlbError(
-                "a gated delta net got no plan of the micro-batch: feed the model through wlb_megatron's forward_step"
-            )
-        running = part(Running)
-        outer, running.documents = running.documents, documents
-        try:
-            return original(*args, **kwargs)
-        finally:
-            running.documents = outer
-
-    return method
+    values = (*args, *kwargs.values())
+    packed_params = next((value for value in values if isinstance(value, WlbPackedSeqParams)), None)
+    documents = getattr(packed_params, "documents", None)
+    if documents is None:
+        raise WlbError(
+            "a gated delta net got no plan of the micro-batch: feed the model through wlb_megatron's forward_step"
+        )
+    running = part(Running)
+    outer, running.documents = running.documents, documents
+    try:
+        return original(*args, **kwargs)
+    finally:
+        running.documents = outer
 
 
 def _running_documents() -> DocumentRows:
@@ -82,24 +76,18 @@ def _running_documents() -> DocumentRows:
     return documents
 
 
-def wrap_undo(_: Callable[..., Tensor]) -> Callable[..., Tensor]:
+@wrapper
+def wrap_undo(original: Original, input_: Tensor, *_: Any, **__: Any) -> Tensor:
     """_undo_attention_load_balancing that puts rows [tokens, 1, channels] of all ranks in the documents' order."""
-
-    def undo(input_: Tensor, *_: Any, **__: Any) -> Tensor:
-        documents = _running_documents()
-        return _Permuted.apply(input_, documents.order, documents.gathered)
-
-    return undo
+    documents = _running_documents()
+    return _Permuted.apply(input_, documents.order, documents.gathered)
 
 
-def wrap_redo(_: Callable[..., Tensor]) -> Callable[..., Tensor]:
+@wrapper
+def wrap_redo(original: Original, input_: Tensor, *_: Any, **__: Any) -> Tensor:
     """_redo_attention_load_balancing that puts them rank by rank again."""
-
-    def redo(input_: Tensor, *_: Any, **__: Any) -> Tensor:
-        documents = _running_documents()
-        return _Permuted.apply(input_, documents.gathered, documents.order)
-
-    return redo
+    documents = _running_documents()
+    return _Permuted.apply(input_, documents.gathered, documents.order)
 
 
 def is_delta_net(module: Any) -> bool:

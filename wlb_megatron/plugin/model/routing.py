@@ -20,7 +20,7 @@ tokens, of which 3 and 2 go to an expert: in both backwards its share is 5/8.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from wlb_megatron.plan import Piece
-from wlb_megatron.plugin.job_state import part
+from wlb_megatron.plugin.job_state import Original, part, wrapper
 from wlb_megatron.plugin.logs.logged_losses import weighed
 from wlb_megatron.sharding.segments import Chunks
 
@@ -65,59 +65,51 @@ def stage_part(values: torch.Tensor, sequence_parallel: bool) -> torch.Tensor:
     return values.chunk(size, dim=-1)[rank]
 
 
-def wrap_token_counts(original: Callable[..., Any]) -> Callable[..., Any]:
+@wrapper
+def wrap_token_counts(
+    original: Original,
+    routing_map: Any,
+    reduce_group: Any,
+    topk: Any = None,
+    with_padding_mask: bool = False,
+    reduce_groups: Any = None,  # instead of reduce_group, in Megatron's dev branch
+) -> Any:
     """get_tokens_per_expert_and_token_count whose count of a rank is the mean over its ranks.
 
     A rank's part of the balancing loss is weighted by its count times the ranks, to undo the division by all tokens.
     Where ranks hold 30 and 28 tokens (and 2 of padding), weights 60 and 56 would count the first rank's part for more:
     both get 58.
     """
-
-    def get_tokens_per_expert_and_token_count(
-        routing_map: Any,
-        reduce_group: Any,
-        topk: Any = None,
-        with_padding_mask: bool = False,
-        reduce_groups: Any = None,  # instead of reduce_group, in Megatron's dev branch
-    ) -> Any:
-        several = {} if reduce_groups is None else {"reduce_groups": reduce_groups}
-        experts, local, total = original(
-            routing_map, reduce_group, topk=topk, with_padding_mask=with_padding_mask, **several
-        )
-        ranks = prod(group.size() for group in reduce_groups or (reduce_group,))
-        return experts, total / ranks if with_padding_mask else local, total
-
-    return get_tokens_per_expert_and_token_count
+    several = {} if reduce_groups is None else {"reduce_groups": reduce_groups}
+    experts, local, total = original(
+        routing_map, reduce_group, topk=topk, with_padding_mask=with_padding_mask, **several
+    )
+    ranks = prod(group.size() for group in reduce_groups or (reduce_group,))
+    return experts, total / ranks if with_padding_mask else local, total
 
 
-def wrap_apply_expert_bias(original: Callable[..., Any]) -> Callable[..., Any]:
+@wrapper
+def wrap_apply_expert_bias(original: Original, self: Any, routing_map: Any, padding_mask: Any = None) -> Any:
     """TopKRouter._apply_expert_bias given the routes that count; up to 0.19 it fails on a mask of tokens.
 
     It takes `map[tokens, experts] & mask[tokens]`, which does not broadcast.
     """
-
-    def _apply_expert_bias(self: Any, routing_map: Any, padding_mask: Any = None) -> Any:
-        if padding_mask is not None:
-            routing_map = routing_map & ~padding_mask.view(-1, 1)
-        return original(self, routing_map)
-
-    return _apply_expert_bias
+    if padding_mask is not None:
+        routing_map = routing_map & ~padding_mask.view(-1, 1)
+    return original(self, routing_map)
 
 
-def wrap_set_loss_scale(original: Callable[..., Any]) -> Callable[..., Any]:
+@wrapper
+def wrap_set_loss_scale(original: Original, scale: torch.Tensor) -> None:
     """MoEAuxLossAutoScaler.set_loss_scale, for Megatron before 0.19: times the ranks that share a micro-batch.
 
     Gradients are divided by the tokens of all micro-batches. Up to 0.18 a router therefore multiplies its losses
     (balancing and z-loss) by the tokens of its own rank: with tensor parallelism of T (and sequence parallelism) and
     context parallelism of C, 1/(T * C) of the micro-batch. From 0.19 it multiplies by T * C as well.
     """
+    from megatron.core import parallel_state
 
-    def set_loss_scale(scale: torch.Tensor) -> None:
-        from megatron.core import parallel_state
-
-        original(scale * parallel_state.get_tensor_and_context_parallel_group().size())
-
-    return set_loss_scale
+    original(scale * parallel_state.get_tensor_and_context_parallel_group().size())
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,58 +186,63 @@ def begin_backward(documents: Documents | None, output: Any) -> None:
         output.register_hook(lambda _: begin(documents, in_backward=True))
 
 
-def wrap_apply_seq_aux_loss(original: Callable[..., Any]) -> Callable[..., Any]:
+@wrapper
+def wrap_apply_seq_aux_loss(
+    original: Original,
+    self: Any,
+    probs: Tensor,
+    scores_for_aux_loss: Tensor,
+    routing_map: Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """TopKRouter._apply_seq_aux_loss by document, where a planned micro-batch is routed."""
+    from megatron.core import parallel_state
 
-    def _apply_seq_aux_loss(
-        self: Any, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, *args: Any, **kwargs: Any
-    ) -> Any:
-        from megatron.core import parallel_state
-
-        coefficient = self.get_aux_loss_coeff("seq_aux_loss")
-        documents = part(Routed).documents
-        if documents is None or coefficient == 0:
-            return original(self, probs, scores_for_aux_loss, routing_map, *args, **kwargs)
-        group = self.tp_cp_group
-        loss, tokens = balance(self, scores_for_aux_loss, routing_map, documents)
-        with weighed(tokens, parallel_state.get_data_parallel_world_size()):
-            return self.attach_and_log_load_balancing_loss(
-                probs,
-                coefficient,
-                coefficient * loss,
-                "seq_load_balancing_loss",
-                group,
-                valid_token_count=tokens / group.size(),  # see routing.wrap_token_counts
-            )
-
-    return _apply_seq_aux_loss
+    coefficient = self.get_aux_loss_coeff("seq_aux_loss")
+    documents = part(Routed).documents
+    if documents is None or coefficient == 0:
+        return original(self, probs, scores_for_aux_loss, routing_map, *args, **kwargs)
+    group = self.tp_cp_group
+    loss, tokens = balance(self, scores_for_aux_loss, routing_map, documents)
+    with weighed(tokens, parallel_state.get_data_parallel_world_size()):
+        return self.attach_and_log_load_balancing_loss(
+            probs,
+            coefficient,
+            coefficient * loss,
+            "seq_load_balancing_loss",
+            group,
+            valid_token_count=tokens / group.size(),  # see routing.wrap_token_counts
+        )
 
 
-def wrap_routing(original: Callable[..., Any]) -> Callable[..., Any]:
+@wrapper
+def wrap_routing(
+    original: Original,
+    self: Any,
+    logits: Tensor,
+    padding_mask: Tensor | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """TopKRouter.routing that counts the routes of chunks, too, in a forward that will be recomputed.
 
     Megatron takes no balancing loss there, and the first recomputation, of a last chunk, needs all routes.
     """
+    documents = part(Routed).documents
+    counts = self.training and not torch.is_grad_enabled() and self.get_aux_loss_coeff("seq_aux_loss")
+    if counts and documents is not None and documents.chunks:
+        from megatron.core.transformer.moe.moe_utils import compute_routing_scores_for_aux_loss
 
-    def routing(
-        self: Any, logits: Tensor, padding_mask: Tensor | None = None, *args: Any, **kwargs: Any
-    ) -> Any:
-        documents = part(Routed).documents
-        counts = self.training and not torch.is_grad_enabled() and self.get_aux_loss_coeff("seq_aux_loss")
-        if counts and documents is not None and documents.chunks:
-            from megatron.core.transformer.moe.moe_utils import compute_routing_scores_for_aux_loss
-
-            routes, scores = compute_routing_scores_for_aux_loss(
-                logits.view(-1, logits.shape[-1]),
-                self.topk,
-                self.score_function,
-                fused=self.config.moe_router_fusion,
-                padding_mask=None if padding_mask is None else padding_mask.reshape(-1),
-            )
-            _count(self, scores, routes, documents)
-        return original(self, logits, padding_mask, *args, **kwargs)
-
-    return routing
+        routes, scores = compute_routing_scores_for_aux_loss(
+            logits.view(-1, logits.shape[-1]),
+            self.topk,
+            self.score_function,
+            fused=self.config.moe_router_fusion,
+            padding_mask=None if padding_mask is None else padding_mask.reshape(-1),
+        )
+        _count(self, scores, routes, documents)
+    return original(self, logits, padding_mask, *args, **kwargs)
 
 
 def balance(router: Any, scores: Tensor, routes: Tensor, documents: Documents) -> tuple[Tensor, Tensor]:

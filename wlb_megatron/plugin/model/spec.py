@@ -11,7 +11,7 @@ from typing import Any
 
 from wlb_megatron.attention.core_attention import PlannedRotaryEmbedding, WlbCoreAttention, wlb_core_attention
 from wlb_megatron.config import WlbConfig
-from wlb_megatron.plugin.job_state import part
+from wlb_megatron.plugin.job_state import Original, part, wrapper
 from wlb_megatron.plugin.model.delta_nets import begin_at_documents, is_delta_net
 from wlb_megatron.refusals import Refused, RefusedHere
 
@@ -29,9 +29,10 @@ def with_wlb_attention(spec: Any) -> Any:
         return replace(spec, submodules=replace(spec.submodules, attention_layer=attention))
     layers = spec.layer_specs if hasattr(spec, "layer_specs") else [spec]
     for layer in layers:
-        inner = _attention_submodules(layer)
-        if _without_core_attention(layer):
+        attention = getattr(getattr(layer, "submodules", None), "self_attention", None)
+        if getattr(getattr(attention, "module", None), "__name__", "") in WITHOUT_CORE_ATTENTION:
             continue
+        inner = getattr(attention, "submodules", None)
         if inner is None or not hasattr(inner, "core_attention"):
             raise RefusedHere(
                 f"wlb_megatron found no core_attention in the layer spec {getattr(layer, 'module', layer)}: "
@@ -41,20 +42,13 @@ def with_wlb_attention(spec: Any) -> Any:
     return spec
 
 
-def _attention_submodules(layer: Any) -> Any:
-    """What a layer spec's self-attention is made of; None where it has none."""
-    attention = getattr(getattr(layer, "submodules", None), "self_attention", None)
-    return getattr(attention, "submodules", None)
-
-
-def _without_core_attention(layer: Any) -> bool:
-    module = getattr(getattr(getattr(layer, "submodules", None), "self_attention", None), "module", None)
-    return getattr(module, "__name__", "") in (
-        "IdentityOp",
-        "GatedDeltaNet",  # begun anew at each document (delta_nets.py)
-        "ColumnParallelLinearGathered",
-        "TELayerNormColumnParallelLinearGathered",
-    )
+WITHOUT_CORE_ATTENTION = (
+    "IdentityOp",
+    "GatedDeltaNet",  # begun anew at each document (delta_nets.py)
+    "ColumnParallelLinearGathered",
+    "TELayerNormColumnParallelLinearGathered",
+)
+"""Modules in the place of a layer's self-attention that may be without it."""
 
 
 def install_spec(model_config: Any, settings: WlbConfig) -> None:
@@ -93,7 +87,8 @@ class Building:
     now: bool = False
 
 
-def wrap_model(original: Callable[..., Any]) -> Callable[..., Any]:
+@wrapper
+def wrap_model(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
     """__init__ of GPTModel or HybridModel that gives the plugin's core attention to what a script's provider builds.
 
     GPTModel's layers of multi-token prediction, whose specs Megatron makes anew, get the attention that the others
@@ -101,19 +96,15 @@ def wrap_model(original: Callable[..., Any]) -> Callable[..., Any]:
     """
     signature = inspect.signature(original)
     (name,) = {"hybrid_stack_spec", "transformer_layer_spec"} & {*signature.parameters}
-
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        bound = signature.bind(self, *args, **kwargs)
-        if part(Building).now:
-            bound.arguments[name] = with_wlb_attention(bound.arguments[name])
-            further = bound.arguments.get("mtp_block_spec")
-            for layer in () if further is None else further.layer_specs:
-                if not hasattr(layer.submodules, "mtp_model_layer"):
-                    raise Refused("wlb_megatron handles --mtp-num-layers from megatron-core 0.17 on")
-                with_wlb_attention(layer.submodules.mtp_model_layer)
-        original(*bound.args, **bound.kwargs)
-
-    return __init__
+    bound = signature.bind(self, *args, **kwargs)
+    if part(Building).now:
+        bound.arguments[name] = with_wlb_attention(bound.arguments[name])
+        further = bound.arguments.get("mtp_block_spec")
+        for layer in () if further is None else further.layer_specs:
+            if not hasattr(layer.submodules, "mtp_model_layer"):
+                raise Refused("wlb_megatron handles --mtp-num-layers from megatron-core 0.17 on")
+            with_wlb_attention(layer.submodules.mtp_model_layer)
+    original(*bound.args, **bound.kwargs)
 
 
 def prepare_model(chunks: list[Any], settings: WlbConfig) -> list[Any]:

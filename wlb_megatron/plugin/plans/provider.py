@@ -8,7 +8,6 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -123,7 +122,7 @@ def _agree(sources: dict[str, Source]) -> PlanAgreement:
     agreement, first = PlanAgreement(), next(iter(sources.values()))
     settings = shard_settings(first)
     states = [json.dumps(source.planner.state(), sort_keys=True) for source in sources.values()]
-    decisive = settings.table.to_json(), settings.sharding, first.config.cp_mode, first.job.kernels()[0]
+    decisive = settings.table.to_json(), settings.sharding, first.config.cp_mode, first.job.kernels()
     agreement.begin(*decisive, *states)
     return agreement
 
@@ -147,7 +146,7 @@ PLANS_AHEAD = 4
 def training_iterator(source: Source, agreement: PlanAgreement) -> MicroBatchIterator:
     """Called on every rank at once. agreement: begun."""
     job = source.job
-    spans, traced = stores.common_store("trace"), _traced(source)
+    spans = stores.common_store("trace")
     remember(source, source.planner.snapshot())
     registered = getattr(get_args(), "nccl_ub", False)
     if line := recomputation.begin(recompute_memory(job), job, registered=registered):
@@ -194,7 +193,7 @@ def training_iterator(source: Source, agreement: PlanAgreement) -> MicroBatchIte
             corpora=source.names,
         )
         pieces = [micro_batch.pieces for micro_batch in planned_iteration.micro_batches]
-        trace.after_iteration(number, traced, spans, pieces)
+        trace.after_iteration(number, job, spans, pieces)
 
     # What runs before step 1: the longest micro-batches that the job can meet.
     rehearses = {"auto": job.device.on_gpu, "always": True, "never": False}[source.config.rehearsal]
@@ -255,14 +254,6 @@ def _check_count(planned_iteration: PlannedIteration, micro_batch_size: int) -> 
         )
 
 
-def _traced(source: Source) -> trace.Traced | None:
-    job = source.job
-    if job.config.trace is None:
-        return None
-    sizes = job.sizes.context, job.sizes.tensor
-    return trace.Traced(Path(job.config.trace), job.config.trace_iteration, job.device.on_gpu, *sizes)
-
-
 def _print_skipped(planned_iteration: PlannedIteration) -> None:
     summary = planned_iteration.micro_batches[0].summary
     print_rank_0(
@@ -288,7 +279,7 @@ def reporting(settings: ShardSettings, source: Source) -> ShardSettings:
 
 def shard_settings(source: Source) -> ShardSettings:
     job, model, tp = source.job, source.job.model, source.job.sizes.tensor
-    kernels, _ = job.kernels()
+    kernels = job.kernels()
     if job.costs is not None:
         table = job.costs.table
     elif job.device.on_gpu:

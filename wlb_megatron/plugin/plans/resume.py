@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 from wlb_megatron.errors import changes
 from wlb_megatron.packing.carry import Carried, chosen, keep, saved_choices, take_up
-from wlb_megatron.plugin.flags.batch_sizes import misfit, plan_decides
-from wlb_megatron.plugin.job_state import part
+from wlb_megatron.plugin.flags.training_job import misfit, plan_decides
+from wlb_megatron.plugin.job_state import Original, part, wrapper
 from wlb_megatron.plugin.plans.source import Source
 from wlb_megatron.refusals import Refused
 
@@ -83,17 +83,14 @@ def _opened(saved: Any) -> dict[str, Any]:
     return state if digest is None or digest == _digest(json.dumps(state)) else {}
 
 
-def wrap_generate_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
+@wrapper
+def wrap_generate_state_dict(original: Original, args: Any, *positional: Any, **kwargs: Any) -> Any:
     """generate_state_dict(args, ..) of arguments that hold the packing state: all that is saved goes through it."""
-
-    def generate_state_dict(args: Any, *positional: Any, **kwargs: Any) -> Any:
-        states = part(PackingStates)
-        text = states.text if states.make_next is None else _sealed(states.make_next())
-        if text is not None:
-            setattr(args, ATTRIBUTE, text)
-        return original(args, *positional, **kwargs)
-
-    return generate_state_dict
+    states = part(PackingStates)
+    text = states.text if states.make_next is None else _sealed(states.make_next())
+    if text is not None:
+        setattr(args, ATTRIBUTE, text)
+    return original(args, *positional, **kwargs)
 
 
 def note_applied() -> None:
@@ -103,41 +100,37 @@ def note_applied() -> None:
         states.make_next, states.make_unapplied = states.make_unapplied, None
 
 
-def wrap_load_base_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
+@wrapper
+def wrap_load_base_checkpoint(
+    original: Original, load_dir: Any, args: Any, *positional: Any, **kwargs: Any
+) -> Any:
     """_load_base_checkpoint(load_dir, args, ..) that keeps the packing state of what it reads, also where Megatron
     saves again before anything trains (--ckpt-convert-format)."""
-
-    def load_base_checkpoint(load_dir: Any, args: Any, *positional: Any, **kwargs: Any) -> Any:
-        result = original(load_dir, args, *positional, **kwargs)
-        contents = result[0] if isinstance(result, tuple) else None
-        if isinstance(contents, dict) and "args" in contents:
-            states, saved = part(PackingStates), getattr(contents["args"], ATTRIBUTE, None)
-            states.loaded_state = None if saved is None else _opened(saved)
-            # Not into args, which Megatron prints after --use-checkpoint-args has read it.
-            states.text = saved
-        return result
-
-    return load_base_checkpoint
+    result = original(load_dir, args, *positional, **kwargs)
+    contents = result[0] if isinstance(result, tuple) else None
+    if isinstance(contents, dict) and "args" in contents:
+        states, saved = part(PackingStates), getattr(contents["args"], ATTRIBUTE, None)
+        states.loaded_state = None if saved is None else _opened(saved)
+        # Not into args, which Megatron prints after --use-checkpoint-args has read it.
+        states.text = saved
+    return result
 
 
-def wrap_load_scheduler(original: Callable[..., Any]) -> Callable[..., Any]:
+@wrapper
+def wrap_load_scheduler(original: Original, self: Any, state_dict: Any) -> Any:
     """OptimizerParamScheduler.load_state_dict that refuses another learning rate, or batch size, with one line.
 
     Megatron asserts that the rate goes on as before, and counts samples. So another --global-batch-size fails here,
     before plans are compared.
     """
-
-    def load_state_dict(self: Any, state_dict: Any) -> Any:
-        try:
-            return original(self, state_dict)
-        except AssertionError as error:
-            raise Refused(
-                f"the checkpoint's learning rate cannot go on ({error}): give --global-batch-size, "
-                "--train-iters and the --lr flags as before, or add --override-opt-param-scheduler to take this run's "
-                "(with another global batch also --wlb-fresh-order)"
-            ) from None
-
-    return load_state_dict
+    try:
+        return original(self, state_dict)
+    except AssertionError as error:
+        raise Refused(
+            f"the checkpoint's learning rate cannot go on ({error}): give --global-batch-size, "
+            "--train-iters and the --lr flags as before, or add --override-opt-param-scheduler to take this run's "
+            "(with another global batch also --wlb-fresh-order)"
+        ) from None
 
 
 class LoadedAt(NamedTuple):

@@ -312,7 +312,7 @@ def first_lines(source: Source, backend: str, steps: int | None = None) -> Itera
             yield f"experts train faster with {settings}; wlb-megatron analyze predicts the gain"
     if job.profile is not None:
         yield _of_profile(job.profile, job)
-    elif (name := job.kernels()[0]) in KERNELS and name != backend:
+    elif (name := job.kernels()) in KERNELS and name != backend:
         yield (
             f"planning with {label(backend)}'s kernel times: {label(name)}'s are not built in; wlb-megatron profile "
             "measures them"
@@ -387,7 +387,7 @@ def _of_profile(profile: Profile, job: TrainingJob) -> str:
             f"; its host is another ({profile.host}, here {here}): if this one launches more slowly, steps take longer "
             f"than predicted. To replace {profile.path}, run wlb-megatron profile on a machine of this cluster"
         )
-    kernels, _ = job.kernels()
+    kernels = job.kernels()
     if kernels in KERNELS and profile.costs.table.backend != kernels:
         theirs = label(profile.costs.table.backend)
         line += f"; its attention is by {theirs}'s kernels, this job's by {label(kernels)}'s"

@@ -23,12 +23,14 @@ from wlb_megatron.child import Child
 from wlb_megatron.errors import WlbError
 from wlb_megatron.plugin.sft.tokenizer import ConversationTokenizer
 from wlb_megatron.report.terminal import duration, progress
-from wlb_megatron.sft.conversations import BYTE_ORDER_MARK, BadLine, Reading, conversations_of
-from wlb_megatron.sft.index_files import (
+from wlb_megatron.sft.conversations import (
+    BYTE_ORDER_MARK,
     SHARD_BYTES,
+    BadLine,
     Counts,
     IndexFolder,
     Tokenizing,
+    conversations_of,
     lines_before,
     lines_of,
     read_about,
@@ -75,28 +77,20 @@ class Shard:
         return read_about(self.about_path)
 
 
-def token_type(token_ids: int) -> Any:
-    """Of the .bin, as Megatron's preprocessing chooses it."""
-    from megatron.core.datasets.indexed_dataset import DType
-
-    return DType.optimal_dtype(token_ids)
-
-
-def make_shard(shard: Shard, tokenizer: ConversationTokenizer, tokenizing: Tokenizing) -> Iterator[int]:
+def make_shard(shard: Shard, tokenizer: ConversationTokenizer) -> Iterator[int]:
     """Writes its .bin, .idx, .mask and .json. Yields the bytes of the jsonl done since it last did."""
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-    reading = Reading(tokenizing.by_role, tokenizing.drops_tools)
     scratch = shard.folder / f".{shard.prefix.name}.{of_this_process()}"
     counts, reported_end, reported_at = Counts(), shard.begin, time.monotonic()
     bad: list[tuple[int, str]] = []
-    builder = IndexedDatasetBuilder(f"{scratch}.bin", dtype=token_type(tokenizer.token_ids))
+    builder = IndexedDatasetBuilder(f"{scratch}.bin", dtype=tokenizer.token_type)
     with open(f"{scratch}.mask", "wb") as masks:
         for number, (following, line) in enumerate(lines_of(shard.jsonl, shard.begin, shard.end), 1):
             if not shard.begin and number == 1:
                 line = line.removeprefix(BYTE_ORDER_MARK)
             try:
-                read = conversations_of(line, reading)
+                read = conversations_of(line, tokenizer.tokenizing)
                 tokenized = [tokenizer.tokenize(each) for each in read]
             except BadLine as reason:
                 counts += Counts(lines=1, bad_lines=1)
@@ -128,7 +122,7 @@ def make_shards(tokenizing: Tokenizing, shards: Iterator[Shard]) -> Iterator[int
     try:
         tokenizer = ConversationTokenizer(tokenizing)
         for shard in shards:
-            yield from make_shard(shard, tokenizer, tokenizing)
+            yield from make_shard(shard, tokenizer)
             yield shard
     except OSError as error:
         raise WlbError(str(error)) from None
@@ -138,7 +132,6 @@ def build(
     jsonl: Path,
     into: IndexFolder,
     key: dict[str, Any],
-    tokenizing: Tokenizing,
     tokenizer: ConversationTokenizer,
     *,
     processes: int | None = None,
@@ -159,7 +152,7 @@ def build(
                 return
             size = jsonl.stat().st_size
             shards = [Shard(jsonl, into.partial, *bounds) for bounds in shards_of(size, shard_bytes)]
-            _make_all(shards, tokenizer, tokenizing, processes)
+            _make_all(shards, tokenizer, processes)
             _join(shards, into, key, tokenizer)
     except (OSError, WlbError) as error:
         if into.done:  # without locks: another process has made it, and removed the shards
@@ -210,24 +203,19 @@ def _is_locked(path: Path) -> bool:
     return False
 
 
-def _make_all(
-    shards: list[Shard],
-    tokenizer: ConversationTokenizer,
-    tokenizing: Tokenizing,
-    processes: int | None,
-) -> None:
+def _make_all(shards: list[Shard], tokenizer: ConversationTokenizer, processes: int | None) -> None:
     missing = [shard for shard in shards if shard.about() is None]
     count = min(processes or len(os.sched_getaffinity(0)), MOST_PROCESSES, len(missing))
     with _reported(shards, missing) as report:
         if count <= 1:  # a process of its own would take longer to start
             for shard in missing:
-                for count in make_shard(shard, tokenizer, tokenizing):
+                for count in make_shard(shard, tokenizer):
                     report(count)
-                if _refuse_bad([shard], tokenizing):
+                if _refuse_bad([shard], tokenizer.tokenizing):
                     break
         else:
-            _in_processes(missing, tokenizing, count, report)
-    _refuse_bad(shards, tokenizing, raises=True)
+            _in_processes(missing, tokenizer.tokenizing, count, report)
+    _refuse_bad(shards, tokenizer.tokenizing, raises=True)
 
 
 def _in_processes(
@@ -338,7 +326,7 @@ def _join(
     scratch = into.partial / f"joined.{of_this_process()}"
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir()
-    builder = IndexedDatasetBuilder(str(scratch / f"{into.stem}.bin"), dtype=token_type(tokenizer.token_ids))
+    builder = IndexedDatasetBuilder(str(scratch / f"{into.stem}.bin"), dtype=tokenizer.token_type)
     gc.freeze()  # Megatron's builder collects garbage after each shard: 0.2 s of all that was imported
     with (scratch / f"{into.stem}.mask").open("wb") as masks:
         for shard, about in abouts:

@@ -1,12 +1,18 @@
-"""What --sft makes of a job: its jsonls become .bin/.idx pairs with masks, found in the cache or made there first."""
+"""What --sft makes of a job: its jsonls become .bin/.idx pairs with masks, found in the cache or made there first.
+
+`wlb-megatron sft-index` makes them ahead of a job, which then finds them in the cache.
+"""
 
 from __future__ import annotations
 
+import argparse
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from wlb_megatron.arguments import add_setting
+from wlb_megatron.config import RANKS, whole
 from wlb_megatron.documents.corpus import Rules
 from wlb_megatron.documents.indexed import read_index
 from wlb_megatron.errors import WlbError
@@ -15,7 +21,7 @@ from wlb_megatron.plugin.flags.data_paths import prefixes_of, renamed
 from wlb_megatron.plugin.flags.training_job import TrainingJob
 from wlb_megatron.plugin.sft.build import Say, build, refused_lines, wait_for_files
 from wlb_megatron.plugin.sft.tokenizer import ConversationTokenizer
-from wlb_megatron.sft.index_files import SHARD_BYTES, Counts, IndexFolder, Tokenizing, index_folder, key_of
+from wlb_megatron.sft.conversations import SHARD_BYTES, Counts, IndexFolder, Tokenizing, index_folder, key_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +55,7 @@ def index_all(
         key, parts = key_of(jsonl, tokenizing, tokenizer.digest)
         files = index_folder(jsonl, cache, key)
         if first and not files.done:
-            build(
-                jsonl,
-                files,
-                parts,
-                tokenizing,
-                tokenizer,
-                processes=processes,
-                shard_bytes=shard_bytes,
-                say=say,
-            )
+            build(*(jsonl, files, parts, tokenizer), processes=processes, shard_bytes=shard_bytes, say=say)
         wait_for_files(files)  # of the first rank of this node
         about = files.about()
         counts = Counts(**about["counts"])
@@ -136,3 +133,43 @@ def overlong_of(job: TrainingJob, longest_tokens: int) -> str:
         and not job.trainer.chunks_refused(config.chunks)
     )
     return "chunk" if chunks else "drop"
+
+
+def add_sft_index(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Tokenizes conversations by Megatron's own SFT tokenizer into a .bin, an .idx and a mask of trained tokens. "
+        "A job with the same flags finds them in its --data-cache-path. Can be started again after it was killed."
+    )
+    add = parser.add_argument
+    add("jsonl", nargs="+", type=Path, help="files of conversations, one {'messages': [..]} a line")
+    add(
+        "--tokenizer-model", required=True, help="as the job's: folder of a Hugging Face tokenizer (required)"
+    )
+    add(
+        "--sft-tokenizer-prompt-format",
+        default="nemotron-h-aligned",
+        help="as the job's: nemotron-h-aligned, nemotron-nano-v2, identity, default (default: nemotron-h-aligned)",
+    )
+    add("--data-cache-path", type=Path, help="as the job's (folder; default: cache/ beside each jsonl)")
+    for name in ("sft_assistant_only", "sft_drop_tools", "sft_skip_bad_lines"):
+        add_setting(parser, name)
+    add("--processes", type=whole(1, RANKS), help="processes that tokenize (default: one a core, at most 64)")
+    parser.set_defaults(run=_run)
+
+
+def _run(args: argparse.Namespace) -> None:
+    tokenizing = Tokenizing(
+        tokenizer=args.tokenizer_model,
+        prompt_format=args.sft_tokenizer_prompt_format,
+        assistant_only=args.sft_assistant_only,
+        skips_bad=args.sft_skip_bad_lines,
+        drops_tools=args.sft_drop_tools,
+    )
+    for indexed in index_all(
+        args.jsonl, tokenizing, args.data_cache_path, say=print, processes=args.processes
+    ):
+        for line in (described(indexed), *indexed.notes):
+            print(line)
+        print(
+            f"written: {indexed.files.prefix}.bin, .idx and .mask (analyze --lengths {indexed.files.prefix}.idx)"
+        )

@@ -14,8 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wlb_megatron.errors import WlbError, install, installed_version
-from wlb_megatron.sft.conversations import BadLine, Conversation
-from wlb_megatron.sft.index_files import Tokenizing
+from wlb_megatron.sft.conversations import BadLine, Conversation, Tokenizing
 
 IGNORED = -100
 """Megatron's target of a token that is not trained."""
@@ -27,13 +26,13 @@ PREFIX_TOKENS = 3
 class ConversationTokenizer:
     """Tokens of a conversation and which of them are trained targets.
 
-    digest: a digest of the vocabulary, the chat template, Megatron's code and the versions of its libraries. token_ids:
-    the bound that all token ids are below.
+    digest: a digest of the vocabulary, the chat template, Megatron's code and the versions of its libraries.
+    token_type: numpy's, of token ids in the .bin, as Megatron's preprocessing chooses it.
     """
 
     def __init__(self, tokenizing: Tokenizing) -> None:
         """WlbError if the tokenizer cannot be loaded, or its template cannot be used."""
-        self._tokenizing = tokenizing
+        self.tokenizing = tokenizing
         self._megatron = _load(tokenizing)
         self._hugging_face = self._megatron._tokenizer
         if not hasattr(
@@ -48,14 +47,16 @@ class ConversationTokenizer:
         # identity is for turns that are written out already, special tokens and all.
         special_tokens = special if tokenizing.prompt_format != "identity" else set()
         self._special = re.compile("|".join(map(re.escape, sorted(special_tokens))) or r"(?!)")
-        self.token_ids = int(self._megatron.vocab_size)
+        from megatron.core.datasets.indexed_dataset import DType
+
+        self.token_type: Any = DType.optimal_dtype(int(self._megatron.vocab_size))
         self.digest = self._digest(config)
 
     def tokenize(self, conversation: Conversation) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]:
         """int64[n] tokens, and uint8[n]: 1 where Megatron's target is not -100. The first token is never one: nothing
         precedes that could predict it. BadLine where the tokenizer fails."""
         try:
-            if self._tokenizing.assistant_only:
+            if self.tokenizing.assistant_only:
                 tokens, is_target = self._marked(conversation)
             else:
                 tokens, targets = self._megatron.tokenize_conversation(
@@ -76,12 +77,12 @@ class ConversationTokenizer:
     def notes(self) -> list[str]:
         """What the log says of this format, a line each."""
         lines = []
-        kind = self._tokenizing.prompt_format
+        kind = self.tokenizing.prompt_format
         code = inspect.getsource(type(self._megatron).tokenize_conversation)
         unmasked = kind == "default" or (
             kind == "identity" and '"identity"]' in code
         )  # some releases mask identity
-        if unmasked and not self._tokenizing.assistant_only:
+        if unmasked and not self.tokenizing.assistant_only:
             lines.append(
                 f"the prompt format {kind} trains every token, prompts too, as in Megatron; with default and a chat "
                 "template with {% generation %}, --wlb-sft-assistant-only trains answers alone"
@@ -112,7 +113,7 @@ class ConversationTokenizer:
         return encoded["input_ids"], encoded["assistant_masks"]
 
     def _check_template(self) -> None:
-        tokenizing, template = self._tokenizing, self._template
+        tokenizing, template = self.tokenizing, self._template
         if template is None:
             raise WlbError(
                 f"{tokenizing.tokenizer} has no chat template, which --sft-tokenizer-prompt-format default needs: add "

@@ -33,7 +33,7 @@ from megatron.core import parallel_state
 
 from wlb_megatron.attention.kv_exchange import clear_caches
 from wlb_megatron.pipeline.orders import grouped_orders, interleaved
-from wlb_megatron.plugin.job_state import part
+from wlb_megatron.plugin.job_state import Original, part, wrapper
 from wlb_megatron.plugin.model import routing
 
 
@@ -132,68 +132,55 @@ def running(sizes: Sequence[int], micro_batches: int, chunks: int = 1) -> Iterat
         routed_chunks.clear()
 
 
-def wrap_forward_step(original: Callable[..., Any]) -> Callable[..., Any]:
+@wrapper
+def wrap_forward_step(original: Original, *args: Any, **kwargs: Any) -> Any:
     """A schedule's forward of one micro-batch, whose tensors a step in groups keeps."""
-
-    def forward_step(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        step = part(Running).step
-        if step is not None:
-            inputs = args[4] if len(args) > 4 else kwargs["input_tensor"]
-            step.keep(kwargs.get("vp_stage") or 0, inputs, result[0])
-        return result
-
-    return forward_step
+    result = original(*args, **kwargs)
+    step = part(Running).step
+    if step is not None:
+        inputs = args[4] if len(args) > 4 else kwargs["input_tensor"]
+        step.keep(kwargs.get("vp_stage") or 0, inputs, result[0])
+    return result
 
 
-def wrap_backward_step(original: Callable[..., Any]) -> Callable[..., Any]:
+@wrapper
+def wrap_backward_step(
+    original: Original, input_tensor: Any, output_tensor: Any, output_tensor_grad: Any, *args: Any
+) -> Any:
     """A schedule's backward of the oldest micro-batch: in a step in groups, of the one whose turn it is."""
-
-    def backward_step(input_tensor: Any, output_tensor: Any, output_tensor_grad: Any, *args: Any) -> Any:
-        step = part(Running).step
-        if step is None:
-            return original(input_tensor, output_tensor, output_tensor_grad, *args)
-        return step.backward(original, output_tensor_grad, args)
-
-    return backward_step
+    step = part(Running).step
+    if step is None:
+        return original(input_tensor, output_tensor, output_tensor_grad, *args)
+    return step.backward(original, output_tensor_grad, args)
 
 
-def wrap_total_stages(original: Callable[..., Any]) -> Callable[..., Any]:
+@wrapper
+def wrap_total_stages(original: Original, self: Any) -> int:
     """P2PCommunicator.total_stages, by which 1F1B runs forwards ahead: more in a step with documents in chunks."""
-
-    def total_stages(self: Any) -> int:
-        step = part(Running).step
-        return original(self) + (0 if step is None else step.ahead)
-
-    return total_stages
+    step = part(Running).step
+    return original(self) + (0 if step is None else step.ahead)
 
 
-def wrap_get_pp_rank_microbatches(original: Callable[..., Any]) -> Callable[..., Any]:
+@wrapper
+def wrap_get_pp_rank_microbatches(original: Original, *args: Any, **kwargs: Any) -> Any:
     """get_pp_rank_microbatches as planned: how many forwards the interleaved schedule runs, whether all of them ahead,
     how many ahead, and how many not."""
-
-    def get_pp_rank_microbatches(*args: Any, **kwargs: Any) -> Any:
-        step, counts = part(Running).step, original(*args, **kwargs)
-        if step is None or step.interleaved is None:
-            return counts
-        stages = parallel_state.get_pipeline_model_parallel_world_size()
-        stage = parallel_state.get_pipeline_model_parallel_rank()
-        warm_up = step.interleaved.ahead(stages, stage)
-        return counts[0], warm_up == counts[0], warm_up, counts[0] - warm_up
-
-    return get_pp_rank_microbatches
+    step, counts = part(Running).step, original(*args, **kwargs)
+    if step is None or step.interleaved is None:
+        return counts
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    warm_up = step.interleaved.ahead(stages, stage)
+    return counts[0], warm_up == counts[0], warm_up, counts[0] - warm_up
 
 
-def wrap_get_schedule_table(original: Callable[..., Any]) -> Callable[..., Any]:
+@wrapper
+def wrap_get_schedule_table(original: Original, *args: Any, **kwargs: Any) -> Any:
     """get_schedule_table as planned: (micro-batch, model chunk) of each forward of the interleaved schedule."""
-
-    def get_schedule_table(*args: Any, **kwargs: Any) -> Any:
-        step = part(Running).step
-        if step is None or step.interleaved is None:
-            return original(*args, **kwargs)
-        return list(step.interleaved.table)
-
-    return get_schedule_table
+    step = part(Running).step
+    if step is None or step.interleaved is None:
+        return original(*args, **kwargs)
+    return list(step.interleaved.table)
 
 
 def _take_scales() -> list[list[Any]]:
@@ -222,19 +209,16 @@ def _queues() -> Sequence[deque[Any]]:
     return queues
 
 
-def wrap_offload_group(original: Callable[..., Any]) -> Callable[..., Any]:
+@wrapper
+def wrap_offload_group(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
     """OffloadTensorGroup.__init__ whose tensors are not kept in Megatron's pool of pinned memory.
 
     The pool keeps a tensor for every shape that it has met, for ever: micro-batches of ever new lengths would fill the
     host. Megatron leaves experts' tensors out of it for that reason; here all of them, as every length varies. Pinned
     memory then comes from PyTorch's cache, which rounds sizes up and uses it again.
     """
-
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        self.use_cpu_pool = False
-
-    return __init__
+    original(self, *args, **kwargs)
+    self.use_cpu_pool = False
 
 
 def prepare_offloading(micro_batches: int) -> None:
@@ -257,20 +241,17 @@ def _order_handlers(manager: Any, backwards: Sequence[int]) -> None:
     manager._cached_chunks_backward = [handlers[number] for number in backwards if number < len(handlers)]
 
 
-def wrap_commit_backward(original: Callable[..., Any]) -> Callable[..., Any]:
+@wrapper
+def wrap_commit_backward(original: Original, self: Any, name: str) -> Any:
     """ChunkOffloadHandler.on_group_commit_backward: in a step in groups the next handler is that of the backward that
     runs."""
+    from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
 
-    def on_group_commit_backward(self: Any, name: str) -> Any:
-        from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
-
-        manager, step = PipelineOffloadManager.get_instance(), part(Running).step
-        if step is not None and manager.cur_backward_chunk() is not self:
-            if manager._is_warmup:  # it makes handlers with the forwards
-                _order_handlers(manager, step.order)
-            order = manager._cached_chunks_backward
-            manager._cur_backward_chunk = self
-            manager._cached_chunks_index_backward = order.index(self) + 1 if self in order else len(order)
-        return original(self, name)
-
-    return on_group_commit_backward
+    manager, step = PipelineOffloadManager.get_instance(), part(Running).step
+    if step is not None and manager.cur_backward_chunk() is not self:
+        if manager._is_warmup:  # it makes handlers with the forwards
+            _order_handlers(manager, step.order)
+        order = manager._cached_chunks_backward
+        manager._cur_backward_chunk = self
+        manager._cached_chunks_index_backward = order.index(self) + 1 if self in order else len(order)
+    return original(self, name)

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
-from wlb_megatron.plugin.job_state import part
+from wlb_megatron.plugin.job_state import Original, part, wrapper
 from wlb_megatron.refusals import RefusedHere
 
 
@@ -63,22 +63,19 @@ def divided_losses(config: Any, tokens: int) -> Iterator[None]:
         config.grad_scale_func, config.finalize_model_grads_func = scale, finalize
 
 
-def wrap_scale_gradients(_: Callable[..., Any]) -> Callable[..., Any]:
+@wrapper
+def wrap_scale_gradients(original: Original, self: Any, scaling_factor: Any) -> None:
     """TorchFullyShardedDataParallel.scale_gradients that divides by tokens, where Megatron does nothing.
 
     FSDP2 averages gradients over the data- and context-parallel ranks, whatever their tokens. Losses are sums over
     tokens here: 4 ranks' average, times 4, over all tokens is the gradient of the mean over tokens.
     """
-
-    def scale_gradients(self: Any, scaling_factor: Any) -> None:
-        factor = scaling_factor * self.process_group.size()
-        for parameter in self.module.parameters():
-            gradient = parameter.grad
-            if gradient is not None:
-                local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-                local.mul_(factor)
-
-    return scale_gradients
+    factor = scaling_factor * self.process_group.size()
+    for parameter in self.module.parameters():
+        gradient = parameter.grad
+        if gradient is not None:
+            local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+            local.mul_(factor)
 
 
 @dataclass(slots=True)
@@ -278,51 +275,45 @@ def deferred_of(output: Any) -> DeferredLoss | None:
     return getattr(output[0] if isinstance(output, list) else output, "deferred_loss", None)
 
 
-def wrap_postprocess(original: Callable[..., Any]) -> Callable[..., Any]:
+@wrapper
+def wrap_postprocess(original: Original, self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
     """GPTModel._postprocess that ends before the output layer where losses are deferred.
 
     Layers of multi-token prediction run in the forward: later chunks read their keys.
     """
-
-    def _postprocess(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _defers(self):
-            return original(self, hidden_states, *args, **kwargs)
-        if kwargs.get("mtp_in_postprocess"):
-            hidden_states = _before_output(self, partial(original, self, hidden_states, *args, **kwargs))
-            kwargs["mtp_in_postprocess"] = False
-        return _deferred(hidden_states, partial(original, self, hidden_states, *args, **kwargs))
-
-    return _postprocess
+    if not _defers(self):
+        return original(self, hidden_states, *args, **kwargs)
+    if kwargs.get("mtp_in_postprocess"):
+        hidden_states = _before_output(self, partial(original, self, hidden_states, *args, **kwargs))
+        kwargs["mtp_in_postprocess"] = False
+    return _deferred(hidden_states, partial(original, self, hidden_states, *args, **kwargs))
 
 
-def wrap_hybrid_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+@wrapper
+def wrap_hybrid_forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     """HybridModel.forward that ends before the output layer where losses are deferred.
 
     Its rest is no function of its own. So it is the same forward again, in which what has run gives the hidden states.
     """
+    if not _defers(self):
+        return original(self, *args, **kwargs)
+    hidden_states = _before_output(self, partial(original, self, *args, **kwargs))
 
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _defers(self):
-            return original(self, *args, **kwargs)
-        hidden_states = _before_output(self, partial(original, self, *args, **kwargs))
+    def finish() -> torch.Tensor:
+        def hand_back(*_: Any, **__: Any) -> torch.Tensor:
+            return hidden_states
 
-        def finish() -> torch.Tensor:
-            def hand_back(*_: Any, **__: Any) -> torch.Tensor:
-                return hidden_states
+        attributes = vars(self)  # found before the modules of these names, which stay as they are
+        kind = self.position_embedding_type
+        attributes.update(decoder=hand_back, mtp=hand_back, position_embedding_type="none")
+        try:
+            losses: torch.Tensor = original(self, *args, **{**kwargs, "decoder_input": hidden_states})
+        finally:
+            del attributes["decoder"], attributes["mtp"]
+            self.position_embedding_type = kind
+        return losses
 
-            attributes = vars(self)  # found before the modules of these names, which stay as they are
-            kind = self.position_embedding_type
-            attributes.update(decoder=hand_back, mtp=hand_back, position_embedding_type="none")
-            try:
-                losses: torch.Tensor = original(self, *args, **{**kwargs, "decoder_input": hidden_states})
-            finally:
-                del attributes["decoder"], attributes["mtp"]
-                self.position_embedding_type = kind
-            return losses
-
-        return _deferred(hidden_states, finish)
-
-    return forward
+    return _deferred(hidden_states, finish)
 
 
 def _defers(model: Any) -> bool:
@@ -345,21 +336,18 @@ def _deferred(hidden_states: torch.Tensor, losses: Callable[[], torch.Tensor]) -
     return output
 
 
-def wrap_backward_step(original: Callable[..., Any]) -> Callable[..., Any]:
+@wrapper
+def wrap_backward_step(original: Original, input_tensor: Any, output_tensor: Any, *args: Any) -> Any:
     """A schedule's backward of one micro-batch, which begins with its deferred loss. Megatron's timer of backwards
     counts it."""
-
-    def backward_step(input_tensor: Any, output_tensor: Any, *args: Any) -> Any:
-        deferred = deferred_of(output_tensor)
-        if deferred is None:
-            return original(input_tensor, output_tensor, *args)
-        timers = args[-1].timers  # of the config, which comes last in every release
-        timer = None if timers is None else timers("backward-compute", log_level=2)
-        if timer is not None:
-            timer.start()
-        loss = deferred.run()
-        if timer is not None:
-            timer.stop()
-        return original(input_tensor, [loss], *args)
-
-    return backward_step
+    deferred = deferred_of(output_tensor)
+    if deferred is None:
+        return original(input_tensor, output_tensor, *args)
+    timers = args[-1].timers  # of the config, which comes last in every release
+    timer = None if timers is None else timers("backward-compute", log_level=2)
+    if timer is not None:
+        timer.start()
+    loss = deferred.run()
+    if timer is not None:
+        timer.stop()
+    return original(input_tensor, [loss], *args)

@@ -16,34 +16,32 @@ from typing import Any
 import torch
 
 from wlb_megatron.errors import WlbError
-from wlb_megatron.plugin.job_state import part
+from wlb_megatron.plugin.job_state import Original, part, wrapper
 from wlb_megatron.plugin.logs import logged_losses
 from wlb_megatron.refusals import Refused
 
 UNPLANNED = "multi-token prediction got a micro-batch that was not planned for it"
 
 
-def wrap_roll_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
+@wrapper
+def wrap_roll_tensor(
+    original: Original,
+    rolled: Any,
+    shifts: int = -1,
+    dims: int = -1,
+    cp_group: Any = None,
+    packed_seq_params: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """roll_tensor of multi_token_prediction: by the plan, where it is given one. Megatron's dev branch rolls a list of
     tensors, and sums the mask itself."""
-
-    def roll_tensor(
-        rolled: Any,
-        shifts: int = -1,
-        dims: int = -1,
-        cp_group: Any = None,
-        packed_seq_params: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        if rolled is None or not _planned(packed_seq_params, shifts):
-            return original(rolled, shifts, dims, cp_group, packed_seq_params, *args, **kwargs)
-        if isinstance(rolled, torch.Tensor):
-            return _rolled(rolled, packed_seq_params)
-        rows = [_rolled(tensor, packed_seq_params) for tensor in rolled]
-        return [CountedMask.of(row, total) if row.is_floating_point() else row for row, total in rows]
-
-    return roll_tensor
+    if rolled is None or not _planned(packed_seq_params, shifts):
+        return original(rolled, shifts, dims, cp_group, packed_seq_params, *args, **kwargs)
+    if isinstance(rolled, torch.Tensor):
+        return _rolled(rolled, packed_seq_params)
+    rows = [_rolled(tensor, packed_seq_params) for tensor in rolled]
+    return [CountedMask.of(row, total) if row.is_floating_point() else row for row, total in rows]
 
 
 class CountedMask(torch.Tensor):
@@ -104,32 +102,28 @@ def _row(tensor: torch.Tensor, rows: torch.Tensor) -> int | None:
     return int(tensor.storage_offset() - rows.storage_offset()) // rows.shape[1]
 
 
-def wrap_layer_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+@wrapper
+def wrap_layer_forward(
+    original: Original, self: Any, *args: Any, packed_seq_params: Any = None, **kwargs: Any
+) -> Any:
     """MultiTokenPredictionLayer.forward, whose attention is told the depth: with --mtp-use-repeated-layer one layer
     keeps a chunk's keys of each."""
-
-    def forward(self: Any, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Any:
-        if _planned(packed_seq_params, -1):
-            depth = _row(kwargs["input_ids"], packed_seq_params.further[0])
-            packed_seq_params = copy(packed_seq_params)
-            packed_seq_params.depth = depth
-        return original(self, *args, packed_seq_params=packed_seq_params, **kwargs)
-
-    return forward
+    if _planned(packed_seq_params, -1):
+        depth = _row(kwargs["input_ids"], packed_seq_params.further[0])
+        packed_seq_params = copy(packed_seq_params)
+        packed_seq_params.depth = depth
+    return original(self, *args, packed_seq_params=packed_seq_params, **kwargs)
 
 
-def wrap_is_inference_linear(original: Callable[..., Any]) -> Callable[..., Any]:
+@wrapper
+def wrap_is_inference_linear(original: Original, module: Any) -> bool:
     """is_inference_column_parallel_linear, which multi-token prediction asks of its layers since 0.20: False where
     Transformer Engine is missing. Megatron's classes derived from its own are then objects that isinstance does not
     take."""
-
-    def is_inference_linear(module: Any) -> bool:
-        try:
-            return bool(original(module))
-        except TypeError:
-            return False
-
-    return is_inference_linear
+    try:
+        return bool(original(module))
+    except TypeError:
+        return False
 
 
 def wrap_track_metrics(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from wlb_megatron.pipeline.orders import backward_turns, interleaved
-from wlb_megatron.plugin.job_state import part
+from wlb_megatron.plugin.job_state import Original, part, wrapper
 from wlb_megatron.plugin.micro_batches.loaded import LoadedMicroBatch
 from wlb_megatron.refusals import RefusedHere
 
@@ -91,56 +91,52 @@ class KnownShapes:
     queue: ShapeQueue | None = None
 
 
-def wrap_communicate_shapes(original: Callable[..., Any]) -> Callable[..., Any]:
+@wrapper
+def wrap_communicate_shapes(
+    original: Original,
+    self: Any,
+    tensor_send_next: Any,
+    tensor_send_prev: Any,
+    recv_prev: bool,
+    recv_next: bool,
+) -> Any:
     """P2PCommunicator._communicate_shapes that answers from the plan during a planned step."""
-
-    def communicate_shapes(
-        self: Any, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
-    ) -> Any:
-        shapes = part(KnownShapes).queue
-        if shapes is None:
-            return original(self, tensor_send_next, tensor_send_prev, recv_prev, recv_next)
-        if tensor_send_next is not None:
-            shapes.check("send forward", tensor_send_next)
-        if tensor_send_prev is not None:
-            shapes.check("send backward", tensor_send_prev)
-        from_prev = list(shapes.take("receive forward")) if recv_prev else [0, 0, 0]
-        from_next = list(shapes.take("receive backward")) if recv_next else [0, 0, 0]
-        return from_prev, from_next
-
-    return communicate_shapes
+    shapes = part(KnownShapes).queue
+    if shapes is None:
+        return original(self, tensor_send_next, tensor_send_prev, recv_prev, recv_next)
+    if tensor_send_next is not None:
+        shapes.check("send forward", tensor_send_next)
+    if tensor_send_prev is not None:
+        shapes.check("send backward", tensor_send_prev)
+    from_prev = list(shapes.take("receive forward")) if recv_prev else [0, 0, 0]
+    from_next = list(shapes.take("receive backward")) if recv_next else [0, 0, 0]
+    return from_prev, from_next
 
 
-def wrap_send_forward_recv_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+@wrapper
+def wrap_send_forward_recv_forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     """P2PCommunicator.send_forward_recv_forward, for Megatron before 0.18: waits until activations are sent.
 
     The interleaved schedule frees a stage's output while it is still being sent, and the next stage may receive
     whatever takes its memory. From 0.18 Megatron waits at this place.
     """
-
-    def send_forward_recv_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
-        if (
-            part(KnownShapes).queue is None
-            or not self.config.deallocate_pipeline_outputs
-            or not isinstance(result, tuple)
-        ):
-            return result
-        _, handles = result  # of an exchange that goes on beside computation
-        if handles and "send_next" in handles:
-            handles.pop("send_next").wait()
+    result = original(self, *args, **kwargs)
+    if (
+        part(KnownShapes).queue is None
+        or not self.config.deallocate_pipeline_outputs
+        or not isinstance(result, tuple)
+    ):
         return result
+    _, handles = result  # of an exchange that goes on beside computation
+    if handles and "send_next" in handles:
+        handles.pop("send_next").wait()
+    return result
 
-    return send_forward_recv_forward
 
-
-def wrap_get_forward_backward_func(original: Callable[..., Any]) -> Callable[..., Any]:
+@wrapper
+def wrap_get_forward_backward_func(original: Original, *args: Any, **kwargs: Any) -> Callable[..., Any]:
     """get_forward_backward_func whose function draws all micro-batches of the step before it starts."""
-
-    def get_forward_backward_func(*args: Any, **kwargs: Any) -> Callable[..., Any]:
-        return _with_known_shapes(original(*args, **kwargs))
-
-    return get_forward_backward_func
+    return _with_known_shapes(original(*args, **kwargs))
 
 
 def _with_known_shapes(forward_backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -28,10 +28,10 @@ from megatron.core.transformer import transformer_block
 from wlb_megatron.packing.limits import GpuMemory
 from wlb_megatron.pipeline.kept_layers import KeptLayers, plan_kept_layers
 from wlb_megatron.pipeline.orders import grouped_orders
+from wlb_megatron.plugin.flags.refusal_printing import never_fatal
 from wlb_megatron.plugin.flags.training_job import TrainingJob
 from wlb_megatron.plugin.job_state import part
 from wlb_megatron.plugin.logs.metrics import Figures
-from wlb_megatron.plugin.logs.reporting import never_fatal
 from wlb_megatron.plugin.micro_batches.planning import PlannedMicroBatch
 from wlb_megatron.plugin.model.delta_nets import is_delta_net
 from wlb_megatron.plugin.model.routing import unwrapped
