@@ -9,6 +9,7 @@ WORKER_ALONE: numbers of the documents that are trained instead, each alone in a
 import json
 import os
 import sys
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -83,7 +84,7 @@ def train(provider: Any, forward_step: Any) -> None:
     """Megatron's own training from the known weights; what it saw is saved at the end."""
     save_when_reduced()
     norms_for_sequence_parallelism()
-    datasets.compile_helpers = wrap_compile_helpers(datasets.compile_helpers)
+    datasets.compile_helpers = partial(wrap_compile_helpers, datasets.compile_helpers)
     args = arguments.parse_and_validate_args()
     hybrid = args.hybrid_layer_pattern is not None
     config = (argument_utils.hybrid_config_from_args if hybrid else argument_utils.gpt_config_from_args)(args)

@@ -75,7 +75,7 @@ def _write() -> None:
         for iteration in range(TRAINED + NEXT):
             if iteration == TRAINED:
                 resume.remember(source, source.planner.snapshot())
-                resume.wrap_generate_state_dict(lambda args: args)(args)
+                resume.wrap_generate_state_dict(lambda args: args, args)
             plan = source.planner.next_iteration()
             assert plan is not None
             after.append(noted(plan, summariser.summarise(plan)))

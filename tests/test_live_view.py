@@ -8,6 +8,7 @@ import re
 import socket
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import count, islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -395,7 +396,7 @@ def test_a_recorder_tells_micro_batch_and_chunk_in_whatever_order_they_run():
     assert times == sorted(times)
     assert trace.Recorder(on_gpu=False).calls() == []
     # Outside the traced iteration.
-    step = trace.wrap_forward_step(lambda *args, **kwargs: (args, kwargs))
+    step = partial(trace.wrap_forward_step, lambda *args, **kwargs: (args, kwargs))
     assert step(1, two=2) == ((1,), {"two": 2})
 
 

@@ -1,5 +1,6 @@
 """Multi-token prediction: a token's next ones are its own document's, on whatever rank they are held."""
 
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -67,14 +68,14 @@ def test_a_linear_layer_is_none_of_inference_where_transformer_engine_is_missing
         pass
 
     kinds: list[object] = [Inference]
-    asked = wrap_is_inference_linear(lambda module: isinstance(module, tuple(kinds)))
+    asked = partial(wrap_is_inference_linear, lambda module: isinstance(module, tuple(kinds)))
     assert asked(Inference(1, 1)) and not asked(torch.nn.Linear(1, 1))
     kinds.append(SimpleNamespace())  # what Megatron makes of a class derived from a missing one
     assert not asked(torch.nn.Linear(1, 1))
 
 
 def test_a_micro_batch_that_was_not_planned_for_it_is_an_error():
-    roll = wrap_roll_tensor(lambda *_: "Megatron's")
+    roll = partial(wrap_roll_tensor, lambda *_: "Megatron's")
     for rolled in (torch.ones(1, 4), [torch.ones(1, 4)]):
         assert roll(rolled) == "Megatron's"
         with pytest.raises(WlbError, match="not planned"):
@@ -100,11 +101,13 @@ def test_the_mask_has_the_factors_of_the_whole_iteration(tmp_path):
 
 def one_at_a_time(tensor: torch.Tensor, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The dev branch's form, where Megatron itself sums the mask."""
-    (rolled,) = wrap_roll_tensor(lambda *_: None)([tensor], **more)
+    (rolled,) = wrap_roll_tensor(lambda *_: None, [tensor], **more)
     return rolled, rolled.sum()
 
 
-@pytest.mark.parametrize("roll", [wrap_roll_tensor(lambda *_: None), one_at_a_time], ids=["release", "dev"])
+@pytest.mark.parametrize(
+    "roll", [partial(wrap_roll_tensor, lambda *_: None), one_at_a_time], ids=["release", "dev"]
+)
 def test_a_roll_gives_the_next_row_and_leaves_each_depth_its_factor_alone(roll):
     """Megatron multiplies by (predictions without a roll / the sum it gets, at least 1)."""
     of_depths = torch.tensor([[1.0, 1.0, 0.0], [1.25, 0.0, 0.0], [0.0, 0.0, 0.0]])
@@ -136,7 +139,7 @@ def test_a_log_of_sums_over_predictions_is_not_corrected_for_micro_batches(monke
 
     monkeypatch.setattr(logged_losses, "part", lambda kind: SimpleNamespace(factor=0.25))
     monkeypatch.delattr(MTPLossLoggingHelper, "save_loss_to_tracker", raising=False)
-    assert wrap_track_metrics(track)(1.0) == 0.25
+    assert wrap_track_metrics(track, 1.0) == 0.25
 
     def of_means(loss: Any, layer_number: int, num_layers: int) -> None:
         """Of releases before 0.19."""
@@ -146,7 +149,7 @@ def test_a_log_of_sums_over_predictions_is_not_corrected_for_micro_batches(monke
 
     for save, scale in ((of_means, 0.25), (of_sums, 1.0)):
         monkeypatch.setattr(MTPLossLoggingHelper, "save_loss_to_tracker", save, raising=False)
-        assert wrap_track_metrics(track)(1.0) == scale
+        assert wrap_track_metrics(track, 1.0) == scale
 
 
 @settings(deadline=None, max_examples=60)

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,7 +47,10 @@ class Model(torch.nn.Module):
 
 @pytest.fixture
 def model(monkeypatch):
-    monkeypatch.setattr(Model, "_postprocess", wrap_postprocess(Model._postprocess))
+    original = Model._postprocess
+    monkeypatch.setattr(
+        Model, "_postprocess", lambda *args, **more: wrap_postprocess(original, *args, **more)
+    )
     return Model()
 
 
@@ -88,7 +92,7 @@ def test_value_and_gradients_are_those_of_the_forward_and_no_logits_wait(model):
             assert deferred is not None
             waiting.append(deferred.begin(sum_of_losses, output))
         assert model.made == []
-        step = wrap_backward_step(backward)
+        step = partial(wrap_backward_step, backward)
         for output, count, _ in reversed(waiting):
             assert count == 0  # tokens are counted when the loss has run
             step(None, [output], None, SimpleNamespace(scale=0.5, timers=timers))
@@ -199,10 +203,10 @@ def test_a_step_with_fewer_losses_than_micro_batches_is_an_error(begun, run, mod
         for output in outputs:
             deferred_of(output).begin(sum_of_losses, output)
         for output in outputs[:run]:
-            wrap_backward_step(backward)(None, output, None, SimpleNamespace(scale=1.0, timers=None))
+            wrap_backward_step(backward, None, output, None, SimpleNamespace(scale=1.0, timers=None))
 
 
 def test_a_backward_before_the_forwards_end_is_an_error(model):
-    step = wrap_backward_step(backward)
+    step = partial(wrap_backward_step, backward)
     with pytest.raises(RuntimeError, match="before the end of its forward"), deferring(True, CONFIG, 1):
         step(None, model(torch.randn(4, 8)), None, SimpleNamespace(timers=None))

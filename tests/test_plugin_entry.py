@@ -61,7 +61,7 @@ def test_help_is_shown_where_megatrons_own_text_cannot_be_printed(monkeypatch, c
 
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--help"])
     with pytest.raises(SystemExit) as ended:
-        wrap_parse_args(parse_args)()
+        wrap_parse_args(parse_args)
     assert ended.value.code == 0
     shown = capsys.readouterr().out
     assert "(e.g. 1.10 = 10%)." in shown and "--wlb-off" in shown

@@ -7,6 +7,7 @@ import sys
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterator
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -44,9 +45,9 @@ class Loop:
         self.outputs: list[weakref.ref[torch.Tensor]] = []
         self.config = SimpleNamespace(no_sync_func=self.no_sync)
         self._quiet = False
-        self.forward = grouped_steps.wrap_forward_step(self._forward)
-        self.backward = grouped_steps.wrap_backward_step(self._backward)
-        self.total_stages = grouped_steps.wrap_total_stages(lambda _: stages)
+        self.forward = partial(grouped_steps.wrap_forward_step, self._forward)
+        self.backward = partial(grouped_steps.wrap_backward_step, self._backward)
+        self.total_stages = partial(grouped_steps.wrap_total_stages, lambda _: stages)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -170,7 +171,7 @@ def test_tensors_of_a_micro_batch_are_free_after_its_backward(stages):
         alive.append([number for number, output in enumerate(loop.outputs) if output() is not None])
         return original(*args)
 
-    loop.backward = grouped_steps.wrap_backward_step(noting)
+    loop.backward = partial(grouped_steps.wrap_backward_step, noting)
     with grouped_steps.running((3,), 3):
         loop.pipelined()
     assert alive == [[0, 1, 2], [0, 1], [0]]
@@ -200,8 +201,8 @@ def test_a_recomputation_takes_its_own_micro_batchs_scales(stage, stages, monkey
         taken.append((loop.ran[-1][1:], [queue.popleft() for queue in queues]))
         return result
 
-    loop.forward = grouped_steps.wrap_forward_step(scaled)
-    loop.backward = grouped_steps.wrap_backward_step(recomputed)
+    loop.forward = partial(grouped_steps.wrap_forward_step, scaled)
+    loop.backward = partial(grouped_steps.wrap_backward_step, recomputed)
     with grouped_steps.running((1, 3, 2), 6):
         loop.pipelined()
     assert taken == [(number, [f"{number}a", f"{number}b"]) for number in "032154"]
@@ -218,9 +219,9 @@ def test_megatrons_interleaved_loop_runs_the_order_that_was_planned(stage, sizes
     group = SimpleNamespace(size=lambda: 3, rank=lambda: stage)
     communicator = SimpleNamespace(pp_group=group, virtual_pipeline_model_parallel_size=2)
     own_counts = inspect.unwrap(schedules.get_pp_rank_microbatches)
-    counts = grouped_steps.wrap_get_pp_rank_microbatches(own_counts)
+    counts = partial(grouped_steps.wrap_get_pp_rank_microbatches, own_counts)
     own_table = inspect.unwrap(schedules.get_schedule_table)
-    table = grouped_steps.wrap_get_schedule_table(own_table)
+    table = partial(grouped_steps.wrap_get_schedule_table, own_table)
 
     def asked() -> tuple[Any, list[tuple[int, int]]]:
         return counts(6, 2, 3, p2p_communicator=communicator), table(6, 2, 3)
@@ -387,7 +388,7 @@ def test_before_0_18_an_output_has_been_sent_when_megatron_frees_it(frees, monke
     def original(self: Any, output: Any, *, overlap_p2p_comm: bool) -> Any:
         return ("input", {"send_next": transfer, "recv_prev": "later"}) if overlap_p2p_comm else "input"
 
-    send = wrap_send_forward_recv_forward(original)
+    send = partial(wrap_send_forward_recv_forward, original)
     assert send(communicator, output, overlap_p2p_comm=False) == "input"
     _, handles = send(communicator, output, overlap_p2p_comm=True)
     assert "recv_prev" in handles

@@ -56,7 +56,7 @@ def gone_on(into: Source, args: argparse.Namespace) -> tuple[Source, list[str]]:
 
 def save(args: argparse.Namespace) -> argparse.Namespace:
     """The arguments that Megatron saves now."""
-    return resume.wrap_generate_state_dict(lambda args, model: {"args": args})(args, None)["args"]
+    return resume.wrap_generate_state_dict(lambda args, model: {"args": args}, args, None)["args"]
 
 
 def saved(args: argparse.Namespace) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def test_the_state_is_made_when_megatron_saves_and_not_before():
 def load(args: argparse.Namespace) -> argparse.Namespace:
     """Megatron's arguments after it has loaded a checkpoint that was saved with `args`."""
     now = argparse.Namespace()
-    resume.wrap_load_base_checkpoint(lambda load_dir, now: ({"args": args}, ""))("folder", now)
+    resume.wrap_load_base_checkpoint(lambda load_dir, now: ({"args": args}, ""), "folder", now)
     return now
 
 

@@ -1,5 +1,6 @@
 """Routers' statistics leave padding out, on every rank and pipeline stage."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,7 +60,7 @@ def test_nothing_is_masked_where_nothing_is_padded():
 
 def test_ranks_weigh_alike_where_one_holds_the_padding():
     """Of two ranks, this one with 28 tokens and 2 of padding: both weigh 58 / 2."""
-    counts = wrap_token_counts(lambda *_, **__: ("experts", torch.tensor(28.0), torch.tensor(58.0)))
+    counts = partial(wrap_token_counts, lambda *_, **__: ("experts", torch.tensor(28.0), torch.tensor(58.0)))
     ranks = SimpleNamespace(size=lambda: 2)
     assert counts(None, ranks, topk=1, with_padding_mask=True) == ("experts", 29.0, 58.0)
     assert counts(None, ranks, topk=1) == ("experts", 28.0, 58.0)
@@ -69,7 +70,7 @@ def test_ranks_weigh_alike_where_one_holds_the_padding():
 
 def test_biases_count_no_padding_and_megatron_gets_no_mask_to_fail_on():
     seen: list[Any] = []
-    apply = wrap_apply_expert_bias(lambda *arguments: seen.append(arguments))
+    apply = partial(wrap_apply_expert_bias, lambda *arguments: seen.append(arguments))
     routes = torch.tensor([[True, False, True], [True, True, False]])
     apply("router", routes, torch.tensor([False, True]))
     apply("router", routes)
@@ -83,7 +84,7 @@ def test_routers_losses_weigh_by_the_whole_micro_batch_before_0_19(monkeypatch):
     ranks = SimpleNamespace(size=lambda: 6)
     monkeypatch.setattr(parallel_state, "get_tensor_and_context_parallel_group", lambda: ranks)
     scales: list[float] = []
-    set_loss_scale = wrap_set_loss_scale(lambda scale: scales.append(float(scale)))
+    set_loss_scale = partial(wrap_set_loss_scale, lambda scale: scales.append(float(scale)))
     set_loss_scale(torch.tensor([2.0]))
     assert scales == [12.0]
 
@@ -198,7 +199,7 @@ def test_chunks_balance_as_their_document_whole_whether_their_layer_is_recompute
         routing.begin(documents)
         if recomputed:
             with torch.no_grad():
-                assert wrap_routing(lambda _, logits, mask: logits)(router, held[at][:, None]).shape[1] == 1
+                assert wrap_routing(lambda _, logits, mask: logits, router, held[at][:, None]).shape[1] == 1
         else:
             losses[at] = loss_of(at)
         if at == 1 and not recomputed:
@@ -243,7 +244,7 @@ def test_routers_of_a_layer_that_is_recomputed_get_its_own_micro_batchs_document
 
 
 def test_without_a_plan_megatrons_own_loss_is_taken(monkeypatch):
-    apply = wrap_apply_seq_aux_loss(lambda *args, **kwargs: (args, kwargs))
+    apply = partial(wrap_apply_seq_aux_loss, lambda *args, **kwargs: (args, kwargs))
     router = SimpleNamespace(get_aux_loss_coeff=lambda kind: 0.1)
     arguments = router, "probs", "scores", "routes", 8, 1
     assert apply(*arguments, with_padding_mask=True) == (arguments, {"with_padding_mask": True})

@@ -3,6 +3,7 @@
 import argparse
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -205,7 +206,7 @@ assert arguments.parse_args is before
 
 def test_megatrons_dataset_helpers_are_built_only_where_its_own_datasets_may_be(monkeypatch):
     made: list[str] = []
-    compile_helpers = take_over.wrap_compile_helpers(lambda: made.append("made"))
+    compile_helpers = partial(take_over.wrap_compile_helpers, lambda: made.append("made"))
     monkeypatch.setattr(take_over.importlib.util, "find_spec", lambda name: None)
     compile_helpers()
     assert not made
@@ -216,7 +217,9 @@ def test_megatrons_dataset_helpers_are_built_only_where_its_own_datasets_may_be(
 
 def test_a_yaml_file_that_replaces_all_flags_is_refused_where_flags_are_read(monkeypatch):
     """Megatron's load_yaml returns other arguments than the parser's, and validates them elsewhere."""
-    parse_args = take_over.wrap_parse_args(lambda provider, unknown: argparse.Namespace(yaml_cfg="run.yaml"))
+    parse_args = partial(
+        take_over.wrap_parse_args, lambda provider, unknown: argparse.Namespace(yaml_cfg="run.yaml")
+    )
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--yaml-cfg", "run.yaml"])
     with pytest.raises(Refused, match="--yaml-cfg: Megatron then ignores every flag"):
         parse_args()
@@ -233,7 +236,7 @@ def test_before_the_flags_are_read_pretrain_gets_what_looks_the_job_up_later():
         train_valid_test_dataset_provider([1, 1, 1])
 
     with pytest.raises(Refused, match="call enable\\(\\) before the script parses them"):
-        take_over.wrap_pretrain(original)(lambda: "data", lambda: "model", "gpt", lambda: "step")
+        take_over.wrap_pretrain(original, lambda: "data", lambda: "model", "gpt", lambda: "step")
     assert parts[0].is_distributed and parts[1] is forward_step
 
 

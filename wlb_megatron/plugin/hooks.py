@@ -14,12 +14,13 @@ import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 from wlb_megatron.plugin import take_over
 from wlb_megatron.plugin.flags.versions import megatron_version, tried_versions
-from wlb_megatron.plugin.job_state import Original, wrapper
+from wlb_megatron.plugin.job_state import Original
 from wlb_megatron.plugin.logs import logged_losses, trace
 from wlb_megatron.plugin.micro_batches import iterators
 from wlb_megatron.plugin.model import delta_nets, routing, spec
@@ -36,13 +37,14 @@ from wlb_megatron.refusals import Refused
 
 @dataclass(frozen=True, slots=True)
 class Hook:
-    """One replacement. What it does, and why, is what the docstring of `wrap` (job_state.wrapper) begins with.
+    """One replacement. What it does, and why, is what the docstring of `wrap` begins with. `wrap` is called in place of
+    the symbol, with that and its arguments.
 
     place: "module:attribute" or "module:Class.attribute". takes: parameters that `wrap` relies on.
     """
 
     place: str
-    wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+    wrap: Callable[..., Any]
     takes: tuple[str, ...] = ()
     before: tuple[int, int] | None = None
     """Only for releases before this one (major, minor)."""
@@ -54,14 +56,13 @@ class Hook:
     """Also with --wlb-off, with which the others do what the original does."""
 
 
-def _wrap_flops(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_flops(original: Original, *args: Any, **kwargs: Any) -> Any:
     """num_floating_point_operations of the documents trained; from 0.18 Megatron can count them itself."""
     from wlb_megatron.plugin.logs import flops
 
-    return flops.wrap_num_floating_point_operations(original)
+    return flops.wrap_num_floating_point_operations(original, *args, **kwargs)
 
 
-@wrapper
 def _wrap_training_log(original: Original, *args: Any, **kwargs: Any) -> Any:
     """training_log, which keeps the packing state for the next checkpoint, reports the plugin's figures and timers, and
     throughput over all iterations since the last line."""
@@ -76,14 +77,15 @@ def _wrap_training_log(original: Original, *args: Any, **kwargs: Any) -> Any:
     return result
 
 
-def _wrap_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_forward(original: Original, *args: Any, **kwargs: Any) -> Any:
     """A schedule's forward of a micro-batch: keeps its tensors in a step in groups, and marks it for --wlb-trace."""
-    return grouped_steps.wrap_forward_step(trace.wrap_forward_step(original))
+    return grouped_steps.wrap_forward_step(partial(trace.wrap_forward_step, original), *args, **kwargs)
 
 
-def _wrap_backward(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_backward(original: Original, *args: Any, **kwargs: Any) -> Any:
     """A schedule's backward: a document's last chunk first, beginning with its loss; marked for --wlb-trace."""
-    return grouped_steps.wrap_backward_step(trace.wrap_backward_step(losses.wrap_backward_step(original)))
+    marked = partial(trace.wrap_backward_step, partial(losses.wrap_backward_step, original))
+    return grouped_steps.wrap_backward_step(marked, *args, **kwargs)
 
 
 def hooks_of(module: str, *rows: Hook, first: tuple[int, int] = (0, 0)) -> tuple[Hook, ...]:
@@ -349,12 +351,11 @@ def install() -> None:
 
 def _replacement(hook: Hook, original: Any) -> Any:
     """The wrapped symbol, and with --wlb-off the original: nothing of the plugin runs then."""
-    wrapped = hook.wrap(original)
 
     @functools.wraps(original)
     def replacement(*args: Any, **kwargs: Any) -> Any:
         runs = hook.always or not is_off()
-        return (wrapped if runs else original)(*args, **kwargs)
+        return hook.wrap(original, *args, **kwargs) if runs else original(*args, **kwargs)
 
     return replacement
 

@@ -8,7 +8,6 @@ second job in the same process, or a test, begins anew with one call.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
 from typing import Any, TypeVar
 
 Part = TypeVar("Part")
@@ -25,20 +24,6 @@ def part(kind: type[Part]) -> Part:
 
 Original = Callable[..., Any]
 """A function of Megatron's that one of the plugin's stands for."""
-
-
-def wrapper(function: Callable[..., Any]) -> Callable[[Original], Callable[..., Any]]:
-    """Make `wrap` of a function whose first argument is the symbol that it replaces: wrap(original) stands for the
-    original, and has the rest of the function's arguments."""
-
-    @wraps(function)
-    def wrap(original: Original) -> Callable[..., Any]:
-        def replacement(*args: Any, **kwargs: Any) -> Any:
-            return function(original, *args, **kwargs)
-
-        return replacement
-
-    return wrap
 
 
 def begin_job() -> None:

@@ -34,7 +34,7 @@ from wlb_megatron.plugin.flags import versions
 from wlb_megatron.plugin.flags.limits import complete, fit_to_memory
 from wlb_megatron.plugin.flags.refusal_printing import checked, refuse, say
 from wlb_megatron.plugin.flags.training_job import TrainingJob, misfit, plan_decides
-from wlb_megatron.plugin.job_state import Original, part, wrapper
+from wlb_megatron.plugin.job_state import Original, part
 from wlb_megatron.plugin.megatron_trial import try_transformer_engine
 from wlb_megatron.plugin.model.delta_nets import try_delta_nets
 from wlb_megatron.plugin.plans.source import Source, open_sources
@@ -74,7 +74,6 @@ def make_printable(parser: Any) -> None:
             action.help = action.help.replace("%", "%%")
 
 
-@wrapper
 def wrap_parse_args(
     original: Original, extra_args_provider: Any = None, ignore_unknown_args: bool = False
 ) -> Any:
@@ -105,7 +104,6 @@ def _only_if_off(args: Any) -> None:
         )
 
 
-@wrapper
 def wrap_validate_args(original: Original, args: Any, defaults: dict[str, Any] | None = None) -> Any:
     """validate_args that then refuses what is not handled, opens the corpus, and sets what the plugin needs."""
     if not args.wlb_off and (problem := too_small(args)):
@@ -304,7 +302,6 @@ def too_small(args: Any) -> str | None:
     return "\n".join(lines) or None
 
 
-@wrapper
 def wrap_pretrain(original: Original, *args: Any, **kwargs: Any) -> Any:
     """pretrain() over the plugin's dataset provider, forward step and layer spec.
 
@@ -352,7 +349,6 @@ def _train(original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         raise WlbError(reason) from error
 
 
-@wrapper
 def wrap_compile_helpers(original: Original) -> None:
     """compile_helpers that runs make only where Megatron's own datasets may be built (--wlb-off) and helpers are not:
     PyPI's wheel brings them built, but no Makefile."""

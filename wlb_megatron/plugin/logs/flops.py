@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from megatron.training import get_args, training
 
-from wlb_megatron.plugin.job_state import Original, part, wrapper
+from wlb_megatron.plugin.job_state import Original, part
 
 
 @dataclass(slots=True)
@@ -48,7 +48,6 @@ def count_segments(bounds: Sequence[torch.Tensor]) -> None:
     counts.here = [tokens + int(lengths.sum()), squares + int((lengths * lengths).sum())]
 
 
-@wrapper
 def wrap_num_floating_point_operations(original: Original, args: Any, batch_size: int) -> float:
     """num_floating_point_operations(args, batch_size) of the step just trained, on every rank once before the log."""
     counts = part(SegmentCounts)

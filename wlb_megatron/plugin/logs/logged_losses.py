@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from wlb_megatron.plugin.job_state import Original, part, wrapper
+from wlb_megatron.plugin.job_state import Original, part
 from wlb_megatron.plugin.micro_batches.planning import PlannedMicroBatch
 
 
@@ -39,7 +39,6 @@ class LoggedLosses:
     predicted: float = 0.0
 
 
-@wrapper
 def wrap_report(original: Original, *args: Any, **kwargs: Any) -> Any:
     """A function that logs losses times its `loss_scale`, given 1 / (planned micro-batches): means over these."""
     bound = inspect.signature(original).bind(*args, **kwargs)
@@ -73,7 +72,6 @@ def _averaging() -> Any:
     return parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
 
 
-@wrapper
 def wrap_apply_z_loss(original: Original, self: Any, logits: Any, padding_mask: Any = None) -> Any:
     """TopKRouter.apply_z_loss, which notes the weight of its mean."""
     tokens, ranks = logits.shape[0] if padding_mask is None else (~padding_mask).sum(), _averaging()
@@ -81,7 +79,6 @@ def wrap_apply_z_loss(original: Original, self: Any, logits: Any, padding_mask: 
         return original(self, logits, padding_mask=padding_mask)
 
 
-@wrapper
 def wrap_record(original: Original, *args: Any, **kwargs: Any) -> Any:
     """MoEMetricsTracker.record, before 0.18 save_to_aux_losses_tracker: means over tokens weighed, z-losses averaged
     over all ranks, which releases before 0.19 leave out."""
@@ -112,7 +109,6 @@ def _missing_ranks(name: str, entry: Callable[[str], Any]) -> dict[str, Any]:
     return {}
 
 
-@wrapper
 def wrap_ensure_initialized(
     original: Original, self: Any, name: str, *positional: Any, **keywords: Any
 ) -> None:
@@ -124,7 +120,6 @@ def wrap_ensure_initialized(
         entry.needs_dp_avg = name != "global_load_balancing_loss"
 
 
-@wrapper
 def wrap_reduce(original: Original, track_names: Any = None, *positional: Any, **keywords: Any) -> None:
     """The same before 0.18, of reduce_aux_losses_tracker_across_ranks."""
     from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
@@ -136,7 +131,6 @@ def wrap_reduce(original: Original, track_names: Any = None, *positional: Any, *
     original(track_names, *positional, **keywords)
 
 
-@wrapper
 def wrap_save(
     original: Original, loss: Any, *positional: Any, avg_group: Any = None, **keywords: Any
 ) -> None:

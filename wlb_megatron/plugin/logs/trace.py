@@ -25,7 +25,7 @@ from wlb_megatron.pipeline.schedule import Event
 from wlb_megatron.plan import Piece
 from wlb_megatron.plugin.flags.refusal_printing import never_fatal
 from wlb_megatron.plugin.flags.training_job import TrainingJob
-from wlb_megatron.plugin.job_state import Original, part, wrapper
+from wlb_megatron.plugin.job_state import Original, part
 from wlb_megatron.plugin.stores import wait_for
 from wlb_megatron.report.timeline import chrome_trace
 from wlb_megatron.whole_files import write_whole
@@ -127,17 +127,17 @@ def _id(output: Any) -> int:
 
 @dataclass(slots=True)
 class Tracing:
-    """due: the recorder of the next step, if that is traced. recorder: the traced iteration's, while it runs."""
+    """next_recorder: that of the next step, if it is traced. recorder: the traced iteration's, while it runs."""
 
-    due: Recorder | None = None
+    next_recorder: Recorder | None = None
     recorder: Recorder | None = None
 
 
 def begin_step() -> None:
     """Called before each training step. (Evaluation may run between two, and is not recorded.)"""
     tracing = part(Tracing)
-    if tracing.due is not None:
-        tracing.recorder, tracing.due = tracing.due, None
+    if tracing.next_recorder is not None:
+        tracing.recorder, tracing.next_recorder = tracing.next_recorder, None
 
 
 def begin_micro_batch(index: int) -> None:
@@ -147,7 +147,6 @@ def begin_micro_batch(index: int) -> None:
         recorder.micro_batch = index
 
 
-@wrapper
 def wrap_forward_step(original: Original, *args: Any, **kwargs: Any) -> Any:
     """A schedule's forward of one micro-batch, marked in a traced iteration."""
     recorder = part(Tracing).recorder
@@ -156,7 +155,6 @@ def wrap_forward_step(original: Original, *args: Any, **kwargs: Any) -> Any:
     return recorder.forward(lambda: original(*args, **kwargs))
 
 
-@wrapper
 def wrap_backward_step(
     original: Original, input_tensor: Any, output_tensor: Any, *args: Any, **kwargs: Any
 ) -> Any:
@@ -180,7 +178,7 @@ def after_iteration(
     if config.trace is None:
         return
     if iteration + 1 == config.trace_iteration:
-        tracing.due = Recorder(job.device.on_gpu)
+        tracing.next_recorder = Recorder(job.device.on_gpu)
     elif tracing.recorder is not None:
         recorder, tracing.recorder = tracing.recorder, None
         with never_fatal("--wlb-trace writes nothing"):

@@ -21,7 +21,7 @@ from wlb_megatron.documents.blend import Blend
 from wlb_megatron.errors import WlbError
 from wlb_megatron.plugin import stores
 from wlb_megatron.plugin.flags.training_job import TrainingJob
-from wlb_megatron.plugin.job_state import Original, wrapper
+from wlb_megatron.plugin.job_state import Original
 from wlb_megatron.plugin.micro_batches.loaded import Layout, LoadedMicroBatch, PackedDocuments, share
 from wlb_megatron.plugin.micro_batches.planning import PlannedIteration, PlannedMicroBatch
 from wlb_megatron.refusals import RefusedHere
@@ -267,7 +267,6 @@ def draw_step(data_iterator: Any) -> list[LoadedMicroBatch]:
     return [first, *(next(data_iterator) for _ in range(first.planned.steps - 1))]
 
 
-@wrapper
 def wrap_dummy_train_step(original: Original, data_iterator: Any) -> Any:
     """dummy_train_step of --iterations-to-skip: the documents of such an iteration are given out and not trained.
 
@@ -287,7 +286,6 @@ def wrap_dummy_train_step(original: Original, data_iterator: Any) -> Any:
     return None
 
 
-@wrapper
 def wrap_evaluate(original: Original, *args: Any, **kwargs: Any) -> Any:
     """evaluate() with --full-validation: over as many iterations as cover the set once.
 
@@ -302,7 +300,6 @@ def wrap_evaluate(original: Original, *args: Any, **kwargs: Any) -> Any:
     return original(**arguments)
 
 
-@wrapper
 def wrap_cyclic_iter(original: Original, iterable: Any) -> Any:
     """cyclic_iter() that leaves the plugin's iterator as it is: it begins again by itself."""
     return iterable if isinstance(iterable, MicroBatchIterator) else original(iterable)

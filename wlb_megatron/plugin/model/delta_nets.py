@@ -19,7 +19,7 @@ from torch.nn import functional
 from wlb_megatron.attention.core_attention import WlbPackedSeqParams
 from wlb_megatron.errors import WlbError
 from wlb_megatron.plugin.flags.training_job import TrainingJob
-from wlb_megatron.plugin.job_state import Original, part, wrapper
+from wlb_megatron.plugin.job_state import Original, part
 from wlb_megatron.plugin.micro_batches.loaded import DocumentRows
 from wlb_megatron.refusals import RefusedHere
 from wlb_megatron.workload.model import DeltaNets
@@ -46,13 +46,11 @@ class _Permuted(torch.autograd.Function):
         return _Permuted.apply(gradient, back, order), None, None
 
 
-@wrapper
 def wrap_init(original: Original, self: Any, *args: Any, cp_comm_type: Any = None, **kwargs: Any) -> None:
     """GatedDeltaNet.__init__ of megatron-core 0.18, which cannot be built at context parallelism otherwise."""
     original(self, *args, **kwargs)
 
 
-@wrapper
 def wrap_layer(original: Original, *args: Any, **kwargs: Any) -> Any:
     """A method of GatedDeltaNet that runs with the documents of the micro-batch whose packed_seq_params it gets."""
     values = (*args, *kwargs.values())
@@ -76,14 +74,12 @@ def _running_documents() -> DocumentRows:
     return documents
 
 
-@wrapper
 def wrap_undo(original: Original, input_: Tensor, *_: Any, **__: Any) -> Tensor:
     """_undo_attention_load_balancing that puts rows [tokens, 1, channels] of all ranks in the documents' order."""
     documents = _running_documents()
     return _Permuted.apply(input_, documents.order, documents.gathered)
 
 
-@wrapper
 def wrap_redo(original: Original, input_: Tensor, *_: Any, **__: Any) -> Tensor:
     """_redo_attention_load_balancing that puts them rank by rank again."""
     documents = _running_documents()

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from wlb_megatron.plan import Piece
-from wlb_megatron.plugin.job_state import Original, part, wrapper
+from wlb_megatron.plugin.job_state import Original, part
 from wlb_megatron.plugin.logs.logged_losses import weighed
 from wlb_megatron.sharding.segments import Chunks
 
@@ -65,7 +65,6 @@ def stage_part(values: torch.Tensor, sequence_parallel: bool) -> torch.Tensor:
     return values.chunk(size, dim=-1)[rank]
 
 
-@wrapper
 def wrap_token_counts(
     original: Original,
     routing_map: Any,
@@ -88,7 +87,6 @@ def wrap_token_counts(
     return experts, total / ranks if with_padding_mask else local, total
 
 
-@wrapper
 def wrap_apply_expert_bias(original: Original, self: Any, routing_map: Any, padding_mask: Any = None) -> Any:
     """TopKRouter._apply_expert_bias given the routes that count; up to 0.19 it fails on a mask of tokens.
 
@@ -99,7 +97,6 @@ def wrap_apply_expert_bias(original: Original, self: Any, routing_map: Any, padd
     return original(self, routing_map)
 
 
-@wrapper
 def wrap_set_loss_scale(original: Original, scale: torch.Tensor) -> None:
     """MoEAuxLossAutoScaler.set_loss_scale, for Megatron before 0.19: times the ranks that share a micro-batch.
 
@@ -186,7 +183,6 @@ def begin_backward(documents: Documents | None, output: Any) -> None:
         output.register_hook(lambda _: begin(documents, in_backward=True))
 
 
-@wrapper
 def wrap_apply_seq_aux_loss(
     original: Original,
     self: Any,
@@ -216,7 +212,6 @@ def wrap_apply_seq_aux_loss(
         )
 
 
-@wrapper
 def wrap_routing(
     original: Original,
     self: Any,

@@ -11,7 +11,7 @@ from typing import Any
 
 from wlb_megatron.attention.core_attention import PlannedRotaryEmbedding, WlbCoreAttention, wlb_core_attention
 from wlb_megatron.config import WlbConfig
-from wlb_megatron.plugin.job_state import Original, part, wrapper
+from wlb_megatron.plugin.job_state import Original, part
 from wlb_megatron.plugin.model.delta_nets import begin_at_documents, is_delta_net
 from wlb_megatron.refusals import Refused, RefusedHere
 
@@ -87,7 +87,6 @@ class Building:
     now: bool = False
 
 
-@wrapper
 def wrap_model(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
     """__init__ of GPTModel or HybridModel that gives the plugin's core attention to what a script's provider builds.
 

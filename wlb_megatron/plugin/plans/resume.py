@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from wlb_megatron.errors import changes
 from wlb_megatron.packing.carry import Carried, chosen, keep, saved_choices, take_up
 from wlb_megatron.plugin.flags.training_job import misfit, plan_decides
-from wlb_megatron.plugin.job_state import Original, part, wrapper
+from wlb_megatron.plugin.job_state import Original, part
 from wlb_megatron.plugin.plans.source import Source
 from wlb_megatron.refusals import Refused
 
@@ -83,7 +83,6 @@ def _opened(saved: Any) -> dict[str, Any]:
     return state if digest is None or digest == _digest(json.dumps(state)) else {}
 
 
-@wrapper
 def wrap_generate_state_dict(original: Original, args: Any, *positional: Any, **kwargs: Any) -> Any:
     """generate_state_dict(args, ..) of arguments that hold the packing state: all that is saved goes through it."""
     states = part(PackingStates)
@@ -100,7 +99,6 @@ def note_applied() -> None:
         states.make_next, states.make_unapplied = states.make_unapplied, None
 
 
-@wrapper
 def wrap_load_base_checkpoint(
     original: Original, load_dir: Any, args: Any, *positional: Any, **kwargs: Any
 ) -> Any:
@@ -116,7 +114,6 @@ def wrap_load_base_checkpoint(
     return result
 
 
-@wrapper
 def wrap_load_scheduler(original: Original, self: Any, state_dict: Any) -> Any:
     """OptimizerParamScheduler.load_state_dict that refuses another learning rate, or batch size, with one line.
 

@@ -290,9 +290,10 @@ def first_lines(source: Source, backend: str, steps: int | None = None) -> Itera
     source: the corpus that trains, or the first one of evaluation. backend: the kernels whose times plans use. steps:
     iterations of the whole run, None if that is not known.
     """
-    job = source.job
+    job, of = source.job, source.corpus.first_ids[-1]
+    held_out = f" of {of:,}" if of > source.documents else ""
     yield (
-        f"{_documents_of(source)}, packing {source.config.packing}, micro-batches "
+        f"{source.documents:,} documents{held_out}, packing {source.config.packing}, micro-batches "
         f"of at most {source.planner.packer.max_tokens:,} tokens, sharding {source.config.sharding}, "
         f"attention costs as much as the rest at {source.config.quadratic_at:.0f} tokens"
     )
@@ -358,12 +359,6 @@ def _of_recomputation(source: Source) -> Iterator[str]:
         f"--wlb-memory-margin {memory.margin:g}): of the layers that the flags recompute about {1 - usual / 1000:.0%} "
         f"in a usual step, {1 - fullest / 1000:.0%} in the fullest"
     )
-
-
-def _documents_of(source: Source) -> str:
-    """How many documents train (or are evaluated), and of how many, where others are held out."""
-    of = source.corpus.first_ids[-1]
-    return f"{source.documents:,} documents" + (f" of {of:,}" if of > source.documents else "")
 
 
 def _of_epochs(name: str, tokens: int, source: Source, steps: int | None) -> str:

@@ -76,16 +76,12 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
         )
     deferred = claim(output)
     routing.begin_backward(documents, output)
-    function = partial(_loss_function(model, rehearses=plan.iteration == REHEARSAL), loss_mask)
+    loss: LossFunction = sum_of_losses
+    if plan.iteration != REHEARSAL:  # which leaves the script's own, and what it counts, alone
+        distills = getattr(get_args(), "modelopt_enabled", False)
+        loss = loss_to_call(model, distills=distills) or loss_per_token
+    function = partial(loss, loss_mask)
     return output, function if deferred is None else partial(deferred.begin, function)
-
-
-def _loss_function(model: Any, *, rehearses: bool) -> LossFunction:
-    """Of a loss mask and a model's output. A rehearsal leaves the script's own, and what it counts, alone."""
-    if rehearses:
-        return sum_of_losses
-    distills = getattr(get_args(), "modelopt_enabled", False)
-    return loss_to_call(model, distills=distills) or loss_per_token
 
 
 def sum_of_losses(

@@ -33,7 +33,7 @@ from megatron.core import parallel_state
 
 from wlb_megatron.attention.kv_exchange import clear_caches
 from wlb_megatron.pipeline.orders import grouped_orders, interleaved
-from wlb_megatron.plugin.job_state import Original, part, wrapper
+from wlb_megatron.plugin.job_state import Original, part
 from wlb_megatron.plugin.model import routing
 
 
@@ -132,7 +132,6 @@ def running(sizes: Sequence[int], micro_batches: int, chunks: int = 1) -> Iterat
         routed_chunks.clear()
 
 
-@wrapper
 def wrap_forward_step(original: Original, *args: Any, **kwargs: Any) -> Any:
     """A schedule's forward of one micro-batch, whose tensors a step in groups keeps."""
     result = original(*args, **kwargs)
@@ -143,7 +142,6 @@ def wrap_forward_step(original: Original, *args: Any, **kwargs: Any) -> Any:
     return result
 
 
-@wrapper
 def wrap_backward_step(
     original: Original, input_tensor: Any, output_tensor: Any, output_tensor_grad: Any, *args: Any
 ) -> Any:
@@ -154,14 +152,12 @@ def wrap_backward_step(
     return step.backward(original, output_tensor_grad, args)
 
 
-@wrapper
 def wrap_total_stages(original: Original, self: Any) -> int:
     """P2PCommunicator.total_stages, by which 1F1B runs forwards ahead: more in a step with documents in chunks."""
     step = part(Running).step
     return original(self) + (0 if step is None else step.ahead)
 
 
-@wrapper
 def wrap_get_pp_rank_microbatches(original: Original, *args: Any, **kwargs: Any) -> Any:
     """get_pp_rank_microbatches as planned: how many forwards the interleaved schedule runs, whether all of them ahead,
     how many ahead, and how many not."""
@@ -174,7 +170,6 @@ def wrap_get_pp_rank_microbatches(original: Original, *args: Any, **kwargs: Any)
     return counts[0], warm_up == counts[0], warm_up, counts[0] - warm_up
 
 
-@wrapper
 def wrap_get_schedule_table(original: Original, *args: Any, **kwargs: Any) -> Any:
     """get_schedule_table as planned: (micro-batch, model chunk) of each forward of the interleaved schedule."""
     step = part(Running).step
@@ -209,7 +204,6 @@ def _queues() -> Sequence[deque[Any]]:
     return queues
 
 
-@wrapper
 def wrap_offload_group(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
     """OffloadTensorGroup.__init__ whose tensors are not kept in Megatron's pool of pinned memory.
 
@@ -241,7 +235,6 @@ def _order_handlers(manager: Any, backwards: Sequence[int]) -> None:
     manager._cached_chunks_backward = [handlers[number] for number in backwards if number < len(handlers)]
 
 
-@wrapper
 def wrap_commit_backward(original: Original, self: Any, name: str) -> Any:
     """ChunkOffloadHandler.on_group_commit_backward: in a step in groups the next handler is that of the backward that
     runs."""

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
-from wlb_megatron.plugin.job_state import Original, part, wrapper
+from wlb_megatron.plugin.job_state import Original, part
 from wlb_megatron.refusals import RefusedHere
 
 
@@ -63,7 +63,6 @@ def divided_losses(config: Any, tokens: int) -> Iterator[None]:
         config.grad_scale_func, config.finalize_model_grads_func = scale, finalize
 
 
-@wrapper
 def wrap_scale_gradients(original: Original, self: Any, scaling_factor: Any) -> None:
     """TorchFullyShardedDataParallel.scale_gradients that divides by tokens, where Megatron does nothing.
 
@@ -275,7 +274,6 @@ def deferred_of(output: Any) -> DeferredLoss | None:
     return getattr(output[0] if isinstance(output, list) else output, "deferred_loss", None)
 
 
-@wrapper
 def wrap_postprocess(original: Original, self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
     """GPTModel._postprocess that ends before the output layer where losses are deferred.
 
@@ -289,7 +287,6 @@ def wrap_postprocess(original: Original, self: Any, hidden_states: Any, *args: A
     return _deferred(hidden_states, partial(original, self, hidden_states, *args, **kwargs))
 
 
-@wrapper
 def wrap_hybrid_forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     """HybridModel.forward that ends before the output layer where losses are deferred.
 
@@ -336,7 +333,6 @@ def _deferred(hidden_states: torch.Tensor, losses: Callable[[], torch.Tensor]) -
     return output
 
 
-@wrapper
 def wrap_backward_step(original: Original, input_tensor: Any, output_tensor: Any, *args: Any) -> Any:
     """A schedule's backward of one micro-batch, which begins with its deferred loss. Megatron's timer of backwards
     counts it."""

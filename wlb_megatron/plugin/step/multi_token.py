@@ -9,21 +9,19 @@ chunk, or on another rank. A roll gives the next row.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from copy import copy
 from typing import Any
 
 import torch
 
 from wlb_megatron.errors import WlbError
-from wlb_megatron.plugin.job_state import Original, part, wrapper
+from wlb_megatron.plugin.job_state import Original, part
 from wlb_megatron.plugin.logs import logged_losses
 from wlb_megatron.refusals import Refused
 
 UNPLANNED = "multi-token prediction got a micro-batch that was not planned for it"
 
 
-@wrapper
 def wrap_roll_tensor(
     original: Original,
     rolled: Any,
@@ -102,7 +100,6 @@ def _row(tensor: torch.Tensor, rows: torch.Tensor) -> int | None:
     return int(tensor.storage_offset() - rows.storage_offset()) // rows.shape[1]
 
 
-@wrapper
 def wrap_layer_forward(
     original: Original, self: Any, *args: Any, packed_seq_params: Any = None, **kwargs: Any
 ) -> Any:
@@ -115,7 +112,6 @@ def wrap_layer_forward(
     return original(self, *args, packed_seq_params=packed_seq_params, **kwargs)
 
 
-@wrapper
 def wrap_is_inference_linear(original: Original, module: Any) -> bool:
     """is_inference_column_parallel_linear, which multi-token prediction asks of its layers since 0.20: False where
     Transformer Engine is missing. Megatron's classes derived from its own are then objects that isinstance does not
@@ -126,14 +122,14 @@ def wrap_is_inference_linear(original: Original, module: Any) -> bool:
         return False
 
 
-def wrap_track_metrics(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_track_metrics(original: Original, *args: Any, **kwargs: Any) -> Any:
     """track_mtp_metrics as logged_losses has it, but for a Megatron that divides by predictions itself."""
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
     save = getattr(MTPLossLoggingHelper, "save_loss_to_tracker", None)
     if save is not None and "num_tokens" in inspect.signature(save).parameters:
-        return original
-    return logged_losses.wrap_report(original)
+        return original(*args, **kwargs)
+    return logged_losses.wrap_report(original, *args, **kwargs)
 
 
 def refuse_other_form(depths: int) -> None:

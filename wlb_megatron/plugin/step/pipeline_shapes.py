@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from wlb_megatron.pipeline.orders import backward_turns, interleaved
-from wlb_megatron.plugin.job_state import Original, part, wrapper
+from wlb_megatron.plugin.job_state import Original, part
 from wlb_megatron.plugin.micro_batches.loaded import LoadedMicroBatch
 from wlb_megatron.refusals import RefusedHere
 
@@ -91,7 +91,6 @@ class KnownShapes:
     queue: ShapeQueue | None = None
 
 
-@wrapper
 def wrap_communicate_shapes(
     original: Original,
     self: Any,
@@ -113,7 +112,6 @@ def wrap_communicate_shapes(
     return from_prev, from_next
 
 
-@wrapper
 def wrap_send_forward_recv_forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     """P2PCommunicator.send_forward_recv_forward, for Megatron before 0.18: waits until activations are sent.
 
@@ -133,7 +131,6 @@ def wrap_send_forward_recv_forward(original: Original, self: Any, *args: Any, **
     return result
 
 
-@wrapper
 def wrap_get_forward_backward_func(original: Original, *args: Any, **kwargs: Any) -> Callable[..., Any]:
     """get_forward_backward_func whose function draws all micro-batches of the step before it starts."""
     return _with_known_shapes(original(*args, **kwargs))

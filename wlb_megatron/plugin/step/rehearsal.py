@@ -103,10 +103,11 @@ def longest_micro_batches(
         *(usable, window, settings, documents, _of_a_window(window, settings, layout)),
         prefix=longest_document if in_flight > 1 else 0,  # of a document up to its last chunk
     )
-    alike = replace(settings, dp_rank=0, sharding="per-document", in_step=False, predict=None)
-    alike = replace(alike, predictions=lambda _: counts)
+    # The plan is of this rank alone, whatever its number, and its documents are not the corpus's.
+    cut_settings = replace(settings, dp_rank=0, sharding="per-document", in_step=False, predict=None)
+    cut_settings = replace(cut_settings, predictions=lambda _: counts)
     batches = []
-    for micro_batch in cut_plan(alike, plan, summary, time.perf_counter()).micro_batches:
+    for micro_batch in cut_plan(cut_settings, plan, summary, time.perf_counter()).micro_batches:
         batch = from_plan(replace(micro_batch, chunk_groups=together), layout)
         if layout.reads_tokens:
             batch = batch._replace(held=_read(micro_batch.shard, corpus, layout, settings.dp_rank))
@@ -175,8 +176,8 @@ def text(corpus: Blend, tokens: int, seed: int, vocabulary: int | None) -> np.nd
 
 def same_again(batch: LoadedMicroBatch, count: int) -> tuple[LoadedMicroBatch, ...]:
     """The batch in every place of a step of `count` micro-batches."""
-    alike = replace(batch.planned, steps=count, loads=batch.planned.loads * count)
-    return tuple(batch._replace(planned=replace(alike, index=number)) for number in range(count))
+    micro_batch = replace(batch.planned, steps=count, loads=batch.planned.loads * count)
+    return tuple(batch._replace(planned=replace(micro_batch, index=number)) for number in range(count))
 
 
 def rehearse(step: Callable[[], Any], model: Any, rehearsal: Rehearsal) -> None:
@@ -208,18 +209,14 @@ def _fitting(step: Callable[[], Any], rehearsal: Rehearsal, *, layers_kept: bool
                 "that it was planned to keep: raise --wlb-memory-margin, or set --wlb-recompute off "
                 f"({str(error).splitlines()[0]})"
             ) from None
-        tokens, size = (max(values) for values in zip(*map(_sizes, rehearsal.batches), strict=True))
+        plans = [(batch.planned.shard, batch.layout.cp_rank) for batch in rehearsal.batches]
+        tokens = max(plan.tokens for plan, _ in plans)
+        size = max(plan.tokens_per_rank[rank] for plan, rank in plans)
         raise RefusedHere(
             f"micro-batches of {tokens:,} tokens, of which this rank holds {size:,}, do not fit the GPU, "
             "and training would come to them: lower --wlb-max-tokens, add --wlb-regather-keys, or recompute "
             f"activations ({str(error).splitlines()[0]})"
         ) from None
-
-
-def _sizes(batch: LoadedMicroBatch) -> tuple[int, int]:
-    """Tokens of the micro-batch, and of this rank's part."""
-    plan = batch.planned.shard
-    return plan.tokens, plan.tokens_per_rank[batch.layout.cp_rank]
 
 
 @contextmanager
