@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 from megatron_runs import write_corpus
 
-from scripts.bench.convergence.text import documents
 from wlb_megatron.errors import WlbError
-from wlb_megatron.plugin.flags.data_paths import DataPaths
+from wlb_megatron.plugin.flags.data_paths import DataPaths, documents
 
 PARTS = ("train", "valid", "test")
 
