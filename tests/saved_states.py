@@ -21,8 +21,7 @@ from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.packing.factory import make_packer
 from wlb_megatron.packing.packer import PackingJob
 from wlb_megatron.packing.planner import Planner
-from wlb_megatron.packing.summary import PlanSummary, Summariser
-from wlb_megatron.plan import IterationPlan
+from wlb_megatron.plan import IterationPlan, PlanSummary, Summariser
 from wlb_megatron.plugin.plans import resume
 from wlb_megatron.plugin.plans.source import Source
 

@@ -21,8 +21,7 @@ from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.factory import make_packer
 from wlb_megatron.packing.packer import PackingJob
 from wlb_megatron.packing.planner import Planner
-from wlb_megatron.packing.summary import Summariser
-from wlb_megatron.plan import IterationPlan, MicroBatch, Piece
+from wlb_megatron.plan import IterationPlan, MicroBatch, Piece, Summariser
 
 LARGE = MOST_STORED + 77
 

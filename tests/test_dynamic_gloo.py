@@ -171,8 +171,7 @@ def test_rank_0_s_failure_to_plan_reaches_the_others_who_would_wait_for_it(monke
 
 def test_a_group_s_documents_are_counted_once_for_the_flops() -> None:
     """Megatron sums over all ranks and divides by the context-parallel size, 2: one of a group's 4 reports twice."""
-    from wlb_megatron.packing.summary import PlanSummary
-    from wlb_megatron.plan import Piece
+    from wlb_megatron.plan import Piece, PlanSummary
     from wlb_megatron.plugin.micro_batches.loaded import Layout, from_plan
     from wlb_megatron.plugin.micro_batches.planning import PlannedMicroBatch, RankGroup
 

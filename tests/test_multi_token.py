@@ -16,8 +16,7 @@ from wlb_megatron.attention.core_attention import WlbPackedSeqParams
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.blend import Blend, predictions
 from wlb_megatron.errors import WlbError
-from wlb_megatron.packing.summary import PlanSummary
-from wlb_megatron.plan import Piece
+from wlb_megatron.plan import Piece, PlanSummary
 from wlb_megatron.plugin import hooks
 from wlb_megatron.plugin.logs import logged_losses
 from wlb_megatron.plugin.micro_batches.loaded import HeldTokens, Layout, PackedDocuments

@@ -25,8 +25,8 @@ from wlb_megatron.packing import sample_choices
 from wlb_megatron.packing.packer import Grid, Ranks
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.sample_choices import DELAY_BOUND, find_thresholds
-from wlb_megatron.packing.varlen.arrange import assign_ranks, in_given_order
-from wlb_megatron.packing.varlen.items import Bins, Item, Limits, by_falling_work, improve_bins
+from wlb_megatron.packing.varlen.arrange import assign_ranks, improve_bins, in_given_order
+from wlb_megatron.packing.varlen.items import Bins, Item, Limits, by_falling_work
 from wlb_megatron.packing.varlen.varlen_packer import VarlenPacker
 from wlb_megatron.plan import IterationPlan, MicroBatch, Piece
 from wlb_megatron.workload.cost_model import CostModel

@@ -34,13 +34,12 @@ from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.chunk_packer import ChunkPacker, chunk_counts, cut
 from wlb_megatron.packing.factory import plan_job
 from wlb_megatron.packing.packer import PackingJob, read_per_window
-from wlb_megatron.packing.summary import Summariser
 from wlb_megatron.packing.varlen import arrange
 from wlb_megatron.packing.varlen.items import Item
 from wlb_megatron.packing.varlen.varlen_packer import VarlenPacker
 from wlb_megatron.pipeline.orders import documents_in_chunks, grouped_orders, groups
 from wlb_megatron.pipeline.step_law import FACTORS, StepLaw, most_held
-from wlb_megatron.plan import IterationPlan, MicroBatch, Piece
+from wlb_megatron.plan import IterationPlan, MicroBatch, Piece, Summariser
 from wlb_megatron.workload.cost_model import UNITS_PER_TOKEN, CostModel
 
 WINDOW_OF_LAW = 32_768

@@ -22,9 +22,9 @@ from packing_oracle import (
 from scripts.lengths import lognormal, paper_like
 from wlb_megatron.documents.corpus import Rules
 from wlb_megatron.documents.stream import DocumentStream
-from wlb_megatron.packing.packer import Waiting, decode, decode_windows, encode, encode_windows
+from wlb_megatron.packing.packer import decode, decode_windows, encode, encode_windows
 from wlb_megatron.packing.varlen.items import Bins, Item
-from wlb_megatron.plan import Piece
+from wlb_megatron.plan import Piece, Waiting
 from wlb_megatron.registry import PACKERS
 from wlb_megatron.sharding.slots import padding
 from wlb_megatron.workload.cost_model import CostModel

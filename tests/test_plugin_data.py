@@ -29,9 +29,8 @@ from wlb_megatron.documents.blend import Blend
 from wlb_megatron.documents.corpus import Rules
 from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.errors import WlbError
-from wlb_megatron.packing.summary import PlanSummary
 from wlb_megatron.pipeline.orders import links_of
-from wlb_megatron.plan import Piece
+from wlb_megatron.plan import Piece, PlanSummary
 from wlb_megatron.plugin.micro_batches.iterators import (
     EvaluationIterator,
     MicroBatchIterator,

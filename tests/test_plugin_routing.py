@@ -13,9 +13,8 @@ from megatron.core.transformer.moe.moe_utils import (
     switch_load_balancing_loss_func,
 )
 
-from wlb_megatron.packing.summary import PlanSummary
 from wlb_megatron.pipeline.orders import links_of
-from wlb_megatron.plan import Piece
+from wlb_megatron.plan import Piece, PlanSummary
 from wlb_megatron.plugin import hooks
 from wlb_megatron.plugin.job_state import part
 from wlb_megatron.plugin.micro_batches.loaded import padding_mask

@@ -24,7 +24,7 @@ class Entry:
         help: its words in the flag's help.
         settings: fields of WlbConfig that only this entry, and others that name them, read.
         instead: the entry that flags take in its place, with a line, for a name that they no longer offer.
-        note: what that line adds.
+        note: words that this line adds.
     """
 
     code: str

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.baselines import FixedGreedyPacker, fill_greedily, price
-from wlb_megatron.packing.packer import PackingJob, Waiting
+from wlb_megatron.packing.packer import PackingJob
+from wlb_megatron.plan import Waiting
 from wlb_megatron.workload.cost_model import UNITS_PER_TOKEN
 
 LONG_PER_WINDOW = 12

@@ -180,8 +180,6 @@ def part_corpora(
     part: str = "train",
 ) -> list[Corpus]:
     """The corpora of a part, see Blend.corpora. `lengths` has those of all documents of each path."""
-    if part not in SPLITS:
-        raise WlbError(f"unknown part {part!r}; choose {', '.join(SPLITS)}")
     corpora, first_id = [], 0
     for number, (path, documents) in enumerate(zip(paths, lengths, strict=True)):
         begin, end = 0, len(documents)

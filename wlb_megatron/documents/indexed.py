@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from wlb_megatron.documents.corpus import SIZE, Lengths, Rules, blocks
+from wlb_megatron.documents.corpus import SIZE, IntArray, Lengths, Rules, blocks
 from wlb_megatron.errors import WlbError
 
 MOST_OPEN = 64
@@ -76,9 +76,6 @@ class TokenFiles:
 
 FILES = TokenFiles()
 """The files of this process."""
-
-
-IntArray = npt.NDArray[np.int64]
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")

@@ -41,7 +41,6 @@ def read_lengths(text: str) -> Lengths:
 LONGEST = (1 << 31) - 1
 """Tokens of a document: an index holds them as int32."""
 
-
 _SEED = 20250317
 
 

@@ -18,12 +18,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from wlb_megatron.documents.corpus import Corpus, EarlierWindow, Lengths, PieceOrder, Rules, blocks
+from wlb_megatron.documents.corpus import Corpus, EarlierWindow, IntArray, Lengths, PieceOrder, Rules, blocks
 from wlb_megatron.errors import WlbError, changes
 from wlb_megatron.plan import Piece
-
-IntArray = npt.NDArray[np.int64]
-
 
 EPOCH, DOCUMENT, START, END, CURSOR, RESUME, TOKENS, EMPTY, OVERLONG_COUNT, LOST = range(10)
 """Columns of a walk's rows: the piece (first four), then the walk's place and counts once it is taken."""

@@ -1,5 +1,4 @@
-"""An iteration's plan: in each micro-step, which ranks work together on which documents. All integers. And the costs by
-which it is made: what a document costs each rank of a group, by the group's size.
+"""An iteration's plan: in each micro-step, which ranks work together on which documents, in integers. And its costs.
 
 The groups that may be formed over the DP x CP ranks of a pipeline stage are aligned blocks, nested in each other. Their
 sizes are a chain in which each divides the next, so two blocks are either apart or one holds the other. A rank is in

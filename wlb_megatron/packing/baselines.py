@@ -15,7 +15,6 @@ from wlb_megatron.packing.packer import (
     Packed,
     Packer,
     PackingJob,
-    Waiting,
     check_settings,
     decode,
     decode_windows,
@@ -23,7 +22,7 @@ from wlb_megatron.packing.packer import (
     encode_windows,
 )
 from wlb_megatron.packing.varlen.arrange import assign_ranks, in_given_order
-from wlb_megatron.plan import MicroBatch, Piece
+from wlb_megatron.plan import MicroBatch, Piece, Waiting
 from wlb_megatron.workload.cost_model import CostModel
 
 

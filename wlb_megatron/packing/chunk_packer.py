@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import compress
 from operator import itemgetter
@@ -25,25 +25,21 @@ from wlb_megatron.packing.packer import (
     ONE_RANK,
     Batch,
     Packed,
-    Packer,
     Ranks,
-    Waiting,
     check_settings,
     decode,
-    encode,
     most_per_window,
 )
 from wlb_megatron.packing.varlen.items import (
     Bins,
-    DelayPrice,
     Filled,
     Item,
+    ItemPacker,
     Limits,
     by_falling_work,
-    items_of,
 )
 from wlb_megatron.pipeline.step_law import most_held
-from wlb_megatron.plan import Piece
+from wlb_megatron.plan import Piece, Waiting
 from wlb_megatron.workload.cost_model import CostModel
 
 _WORK, _TOKENS = itemgetter(0), itemgetter(1)  # of items; faster than access by name
@@ -64,7 +60,7 @@ class _Tried(NamedTuple):
 _WORST = (1 << 62, 0, 0, 0)
 
 
-class ChunkPacker(Packer):
+class ChunkPacker(ItemPacker):
     """Trains everything that arrived in its iteration, in the number of micro-batches with the least predicted step.
 
     If Lmax or the limit on documents is so low that something does not fit, there are as many micro-batches as surely
@@ -81,24 +77,15 @@ class ChunkPacker(Packer):
         per_window: float | None = None,
         longest_tokens: int = 0,
     ) -> None:
-        """A micro-batch has at most limits.capacity tokens; longer documents come in chunks. `per_window` is the
-        number of micro-batches for each window, by default as many as give the least predicted step. `longest_tokens`
-        is the longest document's length if that is above the window."""
-        self._cost = cost
-        self._limits = limits
-        self.batch_spread = limits.spread
-        self._ranks = ranks
-        self._per_window = per_window
-        self.bins, self.max_tokens = limits.bins, limits.capacity
-        self.law = ranks.law(cost)
+        """A micro-batch has at most limits.capacity tokens; longer documents come in chunks. `longest_tokens` is the
+        longest document's length if that is above the window."""
+        super().__init__(cost, limits, ranks, per_window)
         self.most_pieces = limits.max_documents * most_per_window(self.law, None, always=True)
         self.held_tokens = held(limits.window, limits.bins // ranks.dp, self.law.held_at_once, longest_tokens)
         self._waiting: list[Item] = []
-        self._serial = 0
 
-    @property
-    def waiting(self) -> tuple[Piece, ...]:
-        return tuple(item.piece for item in self._waiting)
+    def _by_age(self) -> list[Item]:
+        return self._waiting
 
     def pack(self, iteration: int, arrived: Sequence[Piece], batch: Batch, draining: bool = False) -> Packed:
         self._limits = replace(self._limits, bins=batch.bins)
@@ -167,18 +154,6 @@ class ChunkPacker(Packer):
                 return best_try
         return _Tried(price, tuple(zip(*columns, strict=True)))
 
-    def _items(self, waiting_pieces: Sequence[Waiting]) -> list[Item]:
-        first, self._serial = self._serial, self._serial + len(waiting_pieces)
-        return items_of(self._cost, waiting_pieces, first)
-
-    def snapshot(self) -> Callable[[], dict[str, Any]]:
-        settings, items = self._settings(), self._waiting  # a list that is not changed, but replaced
-        return lambda: {
-            "settings": settings,
-            "waiting": encode(Waiting(item.piece, item.entry) for item in items),
-            "price": DelayPrice().state(),
-        }
-
     def load_state(self, state: dict[str, Any]) -> None:
         """Everything that waited trains in the next iteration, whatever its bound on delay."""
         check_settings(state["settings"], {name: self._settings()[name] for name in ("packing", "window")})
@@ -213,7 +188,6 @@ IntArray = npt.NDArray[np.int64]
 
 WHOLE = 115
 """A document stays whole if its work is at most this percentage of a micro-batch's share."""
-
 
 Unit = tuple[Filled, ...]
 """Micro-batches that stay adjacent, in order: a group, or a single one."""

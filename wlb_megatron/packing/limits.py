@@ -36,7 +36,6 @@ small."""
 MARGIN = WlbConfig().memory_margin
 """Share of the memory that is left free, if nothing else is set."""
 
-
 LONGEST = (3, 4)
 """The longest micro-batch of a plan with chunks, in windows. A longer document is cut into chunks."""
 

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError, changes
 from wlb_megatron.pipeline.step_law import StageRoom, StepLaw
-from wlb_megatron.plan import IterationPlan, MicroBatch, Piece
+from wlb_megatron.plan import IterationPlan, MicroBatch, Piece, Waiting
 from wlb_megatron.workload.cost_model import UNITS_PER_TOKEN, CostModel
 
 Grid = tuple[tuple[MicroBatch, ...], ...]
@@ -239,13 +239,6 @@ def check_settings(saved: dict[str, Any], now: dict[str, Any]) -> None:
         raise WlbError(
             f"the saved packing state does not fit these settings: {'; '.join(changed)}: set them as before"
         )
-
-
-class Waiting(NamedTuple):
-    """A piece that waits, and the iteration in which it arrived."""
-
-    piece: Piece
-    entry: int
 
 
 def encode(waiting_pieces: Iterable[Waiting]) -> str:

@@ -61,18 +61,15 @@ def choose_chunks(job: PackingJob, limits: Limits, make_whole: Whole) -> ChunkCh
     config, ranks = job.config, job.ranks
     longest_tokens = job.longest or job.window
     fits_whole = holds_whole(config, job.window, job.alignment)
-    refusals = [*job.no_chunks, *settings_refused(config)]
+    off = [("--wlb-chunks off", "leave it out")] if config.chunks == "off" else []
+    refusals = [*off, *job.no_chunks, *settings_refused(config)]
     asking_flag = _asked_for(config)
-    if asking_flag is not None and config.chunks == "off":
-        raise WlbError(
-            f"{asking_flag[0]} cannot be combined with --wlb-chunks off: leave it out, or {asking_flag[1]}"
-        )
-    if config.chunks == "off":
-        return ChunkChoice(False, "--wlb-chunks off")
     if refusals:
         flag, cure = refusals[0]
         if asking_flag is not None:
             raise WlbError(f"{asking_flag[0]} cannot be combined with {flag}: {cure}, or {asking_flag[1]}")
+        if off:
+            return ChunkChoice(False, flag)
         lost = ""
         if (
             ranks.pp > 1
@@ -152,7 +149,6 @@ STEPS = (4, 8, 2)
 
 ITERATIONS, MOST_BINS = 96, 8
 """Iterations, and the most micro-batches, with which each choice is tried."""
-
 
 MOST_AT_ONCE, MOST_PIECES, FEWEST = 8192, 200_000, 8
 """For tiny documents, chunks are tried with about MOST_AT_ONCE pieces in an iteration, and for fewer iterations, of

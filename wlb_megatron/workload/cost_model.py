@@ -14,10 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from wlb_megatron.plan import UNITS_PER_TOKEN
 from wlb_megatron.workload.kernel_table import KernelTable, frozen
-
-UNITS_PER_TOKEN = 1024
-"""Work is counted in 1/1024 of the linear cost of a token; int64 holds 9e15 tokens of it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from wlb_megatron.packing.baselines import OriginalPacker, cut_windows, freeze, price
-from wlb_megatron.packing.packer import Batch, Packed, Waiting
+from wlb_megatron.packing.packer import Batch, Packed
 from wlb_megatron.packing.varlen.arrange import in_given_order
-from wlb_megatron.plan import MicroBatch, Piece
+from wlb_megatron.plan import MicroBatch, Piece, Waiting
 from wlb_megatron.plugin.micro_batches.loaded import LoadedMicroBatch
 from wlb_megatron.registry import PACKERS, PackerEntry
 from wlb_megatron.sharding.attention_calls import attention_layout

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wlb_megatron.packing.packer import Grid, Ranks
-from wlb_megatron.packing.varlen.items import Bins, Filled, Item, Limits, improve_bins
+from wlb_megatron.packing.varlen.items import Bins, Filled, Item, Limits
 from wlb_megatron.pipeline.step_law import StepLaw
 from wlb_megatron.plan import MicroBatch
 
@@ -134,14 +134,10 @@ Fill = Callable[[int], tuple[Bins, list[Item]]]
 """Returns that many bins with everything that trains, and what did not fit."""
 
 
-Arranged = tuple[Grid, list[Item]]
-"""The grid, and what did not fit."""
-
-
 def arrange(
     fill: Fill, counts: Sequence[int], lot: tuple[int, int, int], limits: Limits, ranks: Ranks, law: StepLaw
-) -> Arranged:
-    """The grid with the least predicted step, over numbers counts[i] of micro-batches per rank.
+) -> tuple[Grid, list[Item]]:
+    """The grid with the least predicted step, over numbers counts[i] of micro-batches per rank; and what did not fit.
 
     lot: number of documents, their summed work, and the largest one's work. No micro-batch is empty: there are at
     least as many documents as bins, or the smallest number of bins is taken. A number that leaves documents out, or
@@ -194,3 +190,77 @@ def most_held(grid: Sequence[Sequence[Filled | MicroBatch]], law: StepLaw) -> in
             *(sum(tokens[begin : begin + at_once]) for begin in range(max(1, len(tokens) - at_once + 1))),
         )
     return peak
+
+
+PARTNERS = 4
+
+_NONE = np.iinfo(np.int64).max
+
+
+class _Bin:
+    """A bin's items as arrays, in the order of filling; `ranked`: their places by (work, tokens, serial)."""
+
+    def __init__(self, items: list[Item]) -> None:
+        self.items = items
+        work, tokens, serial, _, _ = zip(*items, strict=True) if items else ((),) * 5
+        self.work, self.tokens, by_age = (np.array(of, dtype=np.int64) for of in (work, tokens, serial))
+        self.total = int(self.tokens.sum())
+        self.ranked = np.lexsort((by_age, self.tokens, self.work))
+
+
+def improve_bins(
+    bins: list[list[Item]], work: list[int], capacity: int, max_documents: int, rounds: int = 16
+) -> None:
+    """Move a piece from the bin with most work to a light one, or swap two, whichever evens them best, while it
+    helps; `bins` and their `work` change in place. None gets more work than the largest had, nor breaks a limit."""
+    arrays: dict[int, _Bin] = {}
+    for _ in range(rounds):
+        order = sorted(range(len(bins)), key=work.__getitem__)
+        high = order[-1]
+        for low in order[: min(PARTNERS, len(bins) - 1)]:
+            for index in (high, low):
+                if index not in arrays:
+                    arrays[index] = _Bin(bins[index])
+            trade = _best_trade(arrays[high], arrays[low], work[high] - work[low], capacity, max_documents)
+            if trade is not None:
+                break
+        else:
+            break
+        for item, source, target in zip(trade, (high, low), (low, high), strict=False):
+            bins[source].remove(item)
+            bins[target].append(item)
+            work[source] -= item.work
+            work[target] += item.work
+        del arrays[high], arrays[low]
+
+
+def _best_trade(high: _Bin, low: _Bin, gap: int, capacity: int, max_documents: int) -> list[Item] | None:
+    """The item that goes to `low`, and the one that comes back if any, after which two bins, now `gap` apart, are
+    closest; None if nothing brings them closer.
+
+    Each item of `high` may move (column 0), or be swapped for one of the three of `low` around (its work - gap / 2).
+    Of equal trades the first item's counts, and of that the first column.
+    """
+    if not high.items:
+        return None
+    away = np.full((len(high.items), 4), _NONE)
+    if len(high.items) > 1 and len(low.items) < max_documents:
+        fits = (high.work < gap) & (low.total + high.tokens <= capacity)
+        away[fits, 0] = np.abs(gap - 2 * high.work[fits])
+    works, tokens = low.work[low.ranked], low.tokens[low.ranked]
+    near = np.searchsorted(works, high.work - gap // 2)[:, None] + np.arange(-1, 2)
+    if len(works):
+        back = near.clip(0, len(works) - 1)
+        grow = high.tokens[:, None] - tokens[back]
+        remaining = np.abs(gap - 2 * (high.work[:, None] - works[back]))
+        fits = (
+            (near == back)
+            & (low.total + grow <= capacity)
+            & (high.total - grow <= capacity)
+            & (remaining < gap)
+        )
+        away[:, 1:][fits] = remaining[fits]
+    row, column = divmod(int(away.argmin()), 4)
+    if away[row, column] == _NONE:
+        return None
+    return [high.items[row], *([low.items[low.ranked[near[row, column - 1]]]] if column else ())]

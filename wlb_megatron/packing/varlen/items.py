@@ -10,18 +10,17 @@ free space before them sum to at most the whole. An iteration can always take th
 from __future__ import annotations
 
 import heapq
+from abc import abstractmethod
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, repeat
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from wlb_megatron.packing.packer import Waiting
-from wlb_megatron.plan import MicroBatch, Piece
+from wlb_megatron.packing.packer import Packer, Ranks, encode
+from wlb_megatron.plan import MicroBatch, Piece, Waiting
 from wlb_megatron.workload.cost_model import CostModel
 
 SCALE = 1 << 20
@@ -42,13 +41,46 @@ class Item(NamedTuple):
     piece: Piece
 
 
-def items_of(cost: CostModel, waiting_pieces: Sequence[Waiting], first_serial: int) -> list[Item]:
-    """Items of pieces in the order in which they arrived. (Same result as Item._make, in half its time.)"""
-    pieces, entries = zip(*waiting_pieces, strict=True) if waiting_pieces else ((), ())
-    lengths = [end - start for _, _, start, end, _ in pieces]
-    serials = range(first_serial, first_serial + len(pieces))
-    columns = cost.work(lengths).tolist(), lengths, serials, entries, pieces
-    return list(map(tuple.__new__, repeat(Item), zip(*columns, strict=True)))
+class ItemPacker(Packer):
+    """What packers of micro-batches of variable length share: limits, a law, and how pieces become items and text."""
+
+    def __init__(self, cost: CostModel, limits: Limits, ranks: Ranks, per_window: float | None) -> None:
+        """`per_window` is the number of micro-batches for each window; with None they are as many as give the least
+        predicted step."""
+        self._cost, self._limits, self._ranks, self._per_window = cost, limits, ranks, per_window
+        self.bins, self.max_tokens, self.batch_spread = limits.bins, limits.capacity, limits.spread
+        self.law = ranks.law(cost)
+        self._price = DelayPrice()
+        self._serial = 0
+
+    @property
+    def waiting(self) -> tuple[Piece, ...]:
+        return tuple(item.piece for item in self._by_age())
+
+    def snapshot(self) -> Callable[[], dict[str, Any]]:
+        settings, items, price = self._settings(), self._by_age(), self._price.state()
+        return lambda: {
+            "settings": settings,
+            "waiting": encode(Waiting(item.piece, item.entry) for item in items),
+            "price": price,
+        }
+
+    @abstractmethod
+    def _by_age(self) -> list[Item]:
+        """What waits, oldest first, in a list that is not changed later."""
+
+    @abstractmethod
+    def _settings(self) -> dict[str, Any]:
+        """What a saved state and a run must have in common."""
+
+    def _items(self, waiting_pieces: Sequence[Waiting]) -> list[Item]:
+        """Items of pieces in the order in which they arrived. (Same result as Item._make, in half its time.)"""
+        pieces, entries = zip(*waiting_pieces, strict=True) if waiting_pieces else ((), ())
+        lengths = [end - start for _, _, start, end, _ in pieces]
+        serials = range(self._serial, self._serial + len(pieces))
+        self._serial += len(pieces)
+        columns = self._cost.work(lengths).tolist(), lengths, serials, entries, pieces
+        return list(map(tuple.__new__, repeat(Item), zip(*columns, strict=True)))
 
 
 def by_falling_work(items: list[Item]) -> list[Item]:
@@ -360,77 +392,3 @@ class Bins:
         for index, item in zip(self.places, self.items, strict=True):
             add[index](item)
         return items
-
-
-PARTNERS = 4
-
-_NONE = np.iinfo(np.int64).max
-
-
-class _Bin:
-    """A bin's items as arrays, in the order of filling; `ranked`: their places by (work, tokens, serial)."""
-
-    def __init__(self, items: list[Item]) -> None:
-        self.items = items
-        work, tokens, serial, _, _ = zip(*items, strict=True) if items else ((),) * 5
-        self.work, self.tokens, by_age = (np.array(of, dtype=np.int64) for of in (work, tokens, serial))
-        self.total = int(self.tokens.sum())
-        self.ranked = np.lexsort((by_age, self.tokens, self.work))
-
-
-def improve_bins(
-    bins: list[list[Item]], work: list[int], capacity: int, max_documents: int, rounds: int = 16
-) -> None:
-    """Move a piece from the bin with most work to a light one, or swap two, whichever evens them best, while it
-    helps; `bins` and their `work` change in place. None gets more work than the largest had, nor breaks a limit."""
-    arrays: dict[int, _Bin] = {}
-    for _ in range(rounds):
-        order = sorted(range(len(bins)), key=work.__getitem__)
-        high = order[-1]
-        for low in order[: min(PARTNERS, len(bins) - 1)]:
-            for index in (high, low):
-                if index not in arrays:
-                    arrays[index] = _Bin(bins[index])
-            trade = _best_trade(arrays[high], arrays[low], work[high] - work[low], capacity, max_documents)
-            if trade is not None:
-                break
-        else:
-            break
-        for item, source, target in zip(trade, (high, low), (low, high), strict=False):
-            bins[source].remove(item)
-            bins[target].append(item)
-            work[source] -= item.work
-            work[target] += item.work
-        del arrays[high], arrays[low]
-
-
-def _best_trade(high: _Bin, low: _Bin, gap: int, capacity: int, max_documents: int) -> list[Item] | None:
-    """The item that goes to `low`, and the one that comes back if any, after which two bins, now `gap` apart, are
-    closest; None if nothing brings them closer.
-
-    Each item of `high` may move (column 0), or be swapped for one of the three of `low` around (its work - gap / 2).
-    Of equal trades the first item's counts, and of that the first column.
-    """
-    if not high.items:
-        return None
-    away = np.full((len(high.items), 4), _NONE)
-    if len(high.items) > 1 and len(low.items) < max_documents:
-        fits = (high.work < gap) & (low.total + high.tokens <= capacity)
-        away[fits, 0] = np.abs(gap - 2 * high.work[fits])
-    works, tokens = low.work[low.ranked], low.tokens[low.ranked]
-    near = np.searchsorted(works, high.work - gap // 2)[:, None] + np.arange(-1, 2)
-    if len(works):
-        back = near.clip(0, len(works) - 1)
-        grow = high.tokens[:, None] - tokens[back]
-        remaining = np.abs(gap - 2 * (high.work[:, None] - works[back]))
-        fits = (
-            (near == back)
-            & (low.total + grow <= capacity)
-            & (high.total - grow <= capacity)
-            & (remaining < gap)
-        )
-        away[:, 1:][fits] = remaining[fits]
-    row, column = divmod(int(away.argmin()), 4)
-    if away[row, column] == _NONE:
-        return None
-    return [high.items[row], *([low.items[low.ranked[near[row, column - 1]]]] if column else ())]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, islice
 from operator import itemgetter
@@ -14,26 +14,22 @@ from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.packer import (
     ONE_RANK,
     Batch,
+    Grid,
     Packed,
-    Packer,
     Ranks,
-    Waiting,
     check_settings,
     decode,
-    encode,
     most_per_window,
 )
-from wlb_megatron.packing.varlen.arrange import Arranged, arrange, assign_ranks
+from wlb_megatron.packing.varlen.arrange import arrange, assign_ranks, improve_bins
 from wlb_megatron.packing.varlen.items import (
     UNBOUNDED,
     Bins,
-    DelayPrice,
     Item,
+    ItemPacker,
     Limits,
     OutlierQueues,
     by_falling_work,
-    improve_bins,
-    items_of,
 )
 from wlb_megatron.packing.varlen.release import (
     PackedWork,
@@ -42,7 +38,7 @@ from wlb_megatron.packing.varlen.release import (
     choose_height,
     choose_release,
 )
-from wlb_megatron.plan import MicroBatch, Piece
+from wlb_megatron.plan import MicroBatch, Piece, Waiting
 from wlb_megatron.workload.cost_model import CostModel
 
 _WORK, _TOKENS, _PIECE = itemgetter(0), itemgetter(1), itemgetter(4)  # of items; faster than access by name
@@ -93,7 +89,7 @@ def lmax(config: WlbConfig, window: int, alignment: int = 1) -> int:
     return tokens
 
 
-class VarlenPacker(Packer):
+class VarlenPacker(ItemPacker):
     """Packs whole documents into micro-batches of different length and similar work.
 
     In a call of `pack`, short documents and leftovers are ready, and outliers wait in their queues. First go the
@@ -117,24 +113,15 @@ class VarlenPacker(Packer):
         adopt_thresholds: bool = False,
         adopt_capacity: int = 0,
     ) -> None:
-        """`thresholds` are those of the outlier queues (tokens), rising. `per_window` is the number of micro-batches
-        for each window, by default as many as give the least predicted step. A loaded state brings its own thresholds
-        with `adopt_thresholds`, and its own Lmax, too, up to `adopt_capacity` tokens."""
-        self._cost = cost
-        self.bins, self.max_tokens = limits.bins, limits.capacity
-        self._limits = limits
-        self.batch_spread = limits.spread
-        self._ranks = ranks
-        self.law = ranks.law(cost)
-        self._per_window = per_window
+        """`thresholds` are those of the outlier queues (tokens), rising. A loaded state brings its own with
+        `adopt_thresholds`, and its own Lmax, too, up to `adopt_capacity` tokens."""
+        super().__init__(cost, limits, ranks, per_window)
         self.most_pieces = limits.max_documents * most_per_window(self.law, per_window)
         self._by_balance = by_balance
         self._adopt_thresholds = adopt_thresholds
         self._adopt_capacity = adopt_capacity
         self._queues = OutlierQueues(thresholds)
         self._left: list[Item] = []
-        self._price = DelayPrice()
-        self._serial = 0
 
     @property
     def longest_delay(self) -> int:
@@ -143,10 +130,6 @@ class VarlenPacker(Packer):
     @property
     def thresholds(self) -> tuple[int, ...]:
         return self._queues.thresholds
-
-    @property
-    def waiting(self) -> tuple[Piece, ...]:
-        return tuple(item.piece for item in self._by_age())
 
     def _by_age(self) -> list[Item]:
         return sorted([*self._left, *self._queues], key=lambda item: item.serial)
@@ -182,7 +165,7 @@ class VarlenPacker(Packer):
         self._price.see_waiting(sum(item.tokens for item in self._by_age()))
         return Packed(grid, put_back)
 
-    def _fit(self, iteration: int, ready: _Ready, numbers: Sequence[int]) -> Arranged:
+    def _fit(self, iteration: int, ready: _Ready, numbers: Sequence[int]) -> tuple[Grid, list[Item]]:
         """One of these numbers of micro-batches a rank, by the predicted step (release.py, arrange.py)."""
         due_items, counts, leftovers, short_items = ready
         certain = [*due_items, *leftovers, *short_items]
@@ -216,7 +199,7 @@ class VarlenPacker(Packer):
         )
         return grid, [*left_over, *waits]
 
-    def _balance(self, iteration: int, ready: _Ready) -> Arranged:
+    def _balance(self, iteration: int, ready: _Ready) -> tuple[Grid, list[Item]]:
         """Packs as many micro-batches as windows, of similar work."""
         due_items, counts, leftovers, short_items = ready
         bins, left_over = self._place_due(due_items, self._limits.bins)
@@ -252,10 +235,6 @@ class VarlenPacker(Packer):
             if item.tokens >= shortest_outlier:
                 self._queues.put(item)
         return [item for item in items if item.tokens < shortest_outlier]
-
-    def _items(self, waiting_pieces: Sequence[Waiting]) -> list[Item]:
-        first, self._serial = self._serial, self._serial + len(waiting_pieces)
-        return items_of(self._cost, waiting_pieces, first)
 
     def _place_due(self, due_items: list[Item], number: int) -> tuple[Bins, list[Item]]:
         """Places due items balanced if all fit that way, else oldest first, which fits.
@@ -312,14 +291,6 @@ class VarlenPacker(Packer):
         self._queues = OutlierQueues(self._queues.thresholds)
         self._left = self._sort_in(waiting_items[:-count])
         return tuple(item.piece for item in waiting_items[-count:])
-
-    def snapshot(self) -> Callable[[], dict[str, Any]]:
-        settings, items, price = self._settings(), self._by_age(), self._price.state()
-        return lambda: {
-            "settings": settings,
-            "waiting": encode(Waiting(item.piece, item.entry) for item in items),
-            "price": price,
-        }
 
     def load_state(self, state: dict[str, Any]) -> None:
         saved = state["settings"]

@@ -13,11 +13,10 @@ import numpy.typing as npt
 from wlb_megatron.dynamic.plan import GroupCost, StepPlan
 from wlb_megatron.packing.baselines import cut_windows, freeze, price
 from wlb_megatron.packing.limits import GpuMemory
-from wlb_megatron.packing.packer import Waiting
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.varlen.arrange import in_given_order
 from wlb_megatron.pipeline.kept_layers import recomputed_array
-from wlb_megatron.plan import IterationPlan
+from wlb_megatron.plan import IterationPlan, Waiting
 from wlb_megatron.plugin.flags.refusal_printing import never_fatal
 from wlb_megatron.plugin.flags.training_job import TrainingJob
 from wlb_megatron.plugin.micro_batches.planning import ShardSettings

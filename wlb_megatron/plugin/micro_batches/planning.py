@@ -29,10 +29,9 @@ from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.packer import packed_waiting
 from wlb_megatron.packing.planner import Planner
-from wlb_megatron.packing.summary import PlanSummary, Summariser
 from wlb_megatron.pipeline.kept_layers import Load, joined_loads, loads_of
 from wlb_megatron.pipeline.orders import groups, joined_groups, links_of
-from wlb_megatron.plan import IterationPlan, Piece
+from wlb_megatron.plan import IterationPlan, Piece, PlanSummary, Summariser
 from wlb_megatron.sharding.cut import cut, pad
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.workload.kernel_table import KernelTable

@@ -22,8 +22,7 @@ from wlb_megatron.child import Child
 from wlb_megatron.dynamic.plan import GroupCost, Stage, StepPlan, fixed_groups, group_cost, token_ns
 from wlb_megatron.dynamic.plan_step import FIXED, GREEDY, LATE, SOLVER, Outcome, outcomes, plan_step
 from wlb_megatron.packing.planner import Planner
-from wlb_megatron.packing.summary import PlanSummary
-from wlb_megatron.plan import IterationPlan
+from wlb_megatron.plan import IterationPlan, PlanSummary
 from wlb_megatron.plugin.logs.prediction import PredictGroups, group_predictor
 from wlb_megatron.plugin.micro_batches.loaded import make_groups
 from wlb_megatron.plugin.micro_batches.planning import (

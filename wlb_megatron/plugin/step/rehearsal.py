@@ -36,8 +36,7 @@ from wlb_megatron.attention.kernels.graph_buckets import (
     repeated,
 )
 from wlb_megatron.documents.blend import Blend
-from wlb_megatron.packing.summary import PlanSummary
-from wlb_megatron.plan import IterationPlan, MicroBatch, Piece
+from wlb_megatron.plan import IterationPlan, MicroBatch, Piece, PlanSummary
 from wlb_megatron.plugin.flags.refusal_printing import checked
 from wlb_megatron.plugin.job_state import part
 from wlb_megatron.plugin.micro_batches.loaded import HeldTokens, Layout, LoadedMicroBatch, from_plan
