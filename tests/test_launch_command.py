@@ -13,12 +13,12 @@ from test_cli import ROOT, bash_blocks
 from test_documents_indexed import write_index
 
 from wlb_megatron import cli
+from wlb_megatron.cli import MEGATRON, PASSED_OVER, Launch, read_launch
 from wlb_megatron.documents.blend import part_corpora
 from wlb_megatron.documents.corpus import Rules
 from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.errors import WlbError
 from wlb_megatron.simulator.job_flags import read_job
-from wlb_megatron.simulator.launch_flags import MEGATRON, PASSED_OVER, Launch, read_launch
 from wlb_megatron.workload.model import ONE_KERNEL
 
 pytestmark = pytest.mark.usefixtures("quick_thresholds")

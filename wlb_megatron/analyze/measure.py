@@ -114,11 +114,6 @@ class Measured:
         """Tokens of linear work for each trained token: less where documents are cut."""
         return sum(float(work.sum()) for work in self.work) / self.tokens
 
-    @property
-    def waiting(self) -> dict[str, float]:
-        """See `waiting`."""
-        return waiting(self.simulated, self.layout)
-
 
 def waiting(simulated: Simulated, layout: Layout) -> dict[str, float]:
     """What a step spends besides its GPUs' computation, as shares of that, mean over iterations.

@@ -8,7 +8,7 @@ from typing import Any
 
 from wlb_megatron.analyze.comparison import KEPT, NOISE, STEADY, Analysis, Gain, Trade
 from wlb_megatron.analyze.fits import Recomputed
-from wlb_megatron.analyze.measure import Measured, spread
+from wlb_megatron.analyze.measure import Measured, spread, waiting
 from wlb_megatron.analyze.search import Found, Searched
 from wlb_megatron.arguments import flags_of, renamed
 from wlb_megatron.documents.corpus import blocks
@@ -113,7 +113,7 @@ def figures(record: Measured, *, equal_weights: bool = False) -> dict[str, Any]:
         "tokens_per_second": 1e9 / record.simulated.ns_per_token,
         "time_imbalance": record.simulated.imbalance,
         "step_over_ideal": record.simulated.step_over_ideal,
-        "waiting": record.waiting,
+        "waiting": waiting(record.simulated, record.layout),
         "micro_batches": asdict(spread([len(times) for times in record.simulated.micro_batches])),
         "iteration_tokens": asdict(spread(record.totals)),
         "batch_spread": dict(zip(("deviation", "max"), record.batch_spread, strict=True)),

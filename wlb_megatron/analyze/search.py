@@ -162,7 +162,7 @@ def search(
 
 
 def ranked(searched: Searched, request: Candidate, config: WlbConfig, rival: Outcome | None) -> Searched:
-    """The best first. rival: of the settings that are best without a search, if they are others than the job's."""
+    """The best first. rival: the outcome of the best settings without a search, if these are not the job's."""
     finds, start, origin = list(searched.best), searched.given, as_given(request.job, request.config)
     if rival is not None:
         one = _found_of(rival, Candidate(origin.job, config), origin, searched.iterations)
@@ -198,10 +198,16 @@ def as_given(job: Job, config: WlbConfig) -> Candidate:
 
 
 def schedules(start: Candidate) -> list[Candidate]:
-    """Other numbers of virtual stages, recomputation, chunks: all of them together."""
+    """Other numbers of virtual stages, chunks, and recomputation (in full, of which each step keeps what fits, and
+    none): all of them together."""
+    job, layout, layers = start.job, start.job.model.layout, start.job.model.shape.layers
+    divisors = [v for v in VIRTUAL if layers % (layout.pipeline * v) == 0] if layout.pipeline > 1 else []
     candidates = []
-    for job in (variant for chunked in virtual_stages(start.job) for variant in recomputations(chunked)):
-        candidates += [Candidate(job, config) for config in chunk_choices(start.config)]
+    for count in sorted({layout.virtual, *divisors}):
+        chunked = with_layout(job, replace(layout, virtual=count), job.micro_batches)
+        for kind in dict.fromkeys((job.model.recompute, "full", "none")):
+            variant = chunked if kind == job.model.recompute else with_recompute(chunked, kind)
+            candidates += [Candidate(variant, config) for config in chunk_choices(start.config)]
     return [candidate for candidate in candidates if candidate != start]
 
 
@@ -212,20 +218,6 @@ def micro_batch_counts(candidate: Candidate) -> list[Candidate]:
         return []
     counts = [count for count in PER_WINDOW if count != config.micro_batches_per_window]
     return [replace(candidate, config=replace(config, micro_batches_per_window=count)) for count in counts]
-
-
-def virtual_stages(job: Job) -> list[Job]:
-    layout, layers = job.model.layout, job.model.shape.layers
-    if layout.pipeline == 1:
-        return [job]
-    counts = sorted({layout.virtual, *(v for v in VIRTUAL if layers % (layout.pipeline * v) == 0)})
-    return [with_layout(job, replace(layout, virtual=count), job.micro_batches) for count in counts]
-
-
-def recomputations(job: Job) -> list[Job]:
-    """As given, in full (of which each step keeps what fits), and none."""
-    kinds = dict.fromkeys((job.model.recompute, "full", "none"))
-    return [job if kind == job.model.recompute else with_recompute(job, kind) for kind in kinds]
 
 
 def with_recompute(job: Job, kind: str, block: int | None = None) -> Job:

@@ -80,7 +80,7 @@ class Batch(NamedTuple):
 
 
 Times = Callable[[Sequence[IterationPlan]], npt.NDArray[np.float64]]
-"""Simulated time of each plan, in nanoseconds, see simulator.plan_times."""
+"""Simulated time of each plan, in nanoseconds, see simulator.job.PlanTimes."""
 
 
 @dataclass(frozen=True)

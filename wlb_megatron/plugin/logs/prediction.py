@@ -23,8 +23,8 @@ from wlb_megatron.plugin.micro_batches.planning import ShardSettings
 from wlb_megatron.sharding.cut import cut, pad
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.simulator.iteration import cut_of, run_steps
+from wlb_megatron.simulator.job import PlanTimes, simulate_groups
 from wlb_megatron.simulator.model import LayerModel, Times
-from wlb_megatron.simulator.plan_times import PlanTimes, simulate_groups
 from wlb_megatron.workload.assumptions import Assumptions
 from wlb_megatron.workload.cost_model import CostModel
 from wlb_megatron.workload.kernel_table import KernelTable, h100
