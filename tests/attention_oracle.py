@@ -15,6 +15,7 @@ from plan_checks import merge_touching, validate
 
 from wlb_megatron.attention import kv_exchange
 from wlb_megatron.attention.device_layout import device_layout
+from wlb_megatron.attention.kernels import before_training
 from wlb_megatron.attention.kernels.torch_backend import TorchKernels
 from wlb_megatron.attention.sharded_attention import LayerSettings, sharded_attention
 from wlb_megatron.sharding.attention_calls import attention_layout
@@ -160,6 +161,12 @@ def _thread_all_to_all(sent, send_counts, recv_counts, member, hidden):
 
 _real_all_to_all = kv_exchange._all_to_all
 kv_exchange._all_to_all = _thread_all_to_all
+
+
+def bucket(sequences, queries, keys):
+    """The graph that serves a call of these sizes."""
+    sides = map(before_training.rows, (queries, keys))
+    return before_training.Bucket(before_training.sequences_like(sequences), *sides)
 
 
 def cached_bytes(caches=kv_exchange._caches):

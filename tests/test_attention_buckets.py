@@ -6,17 +6,16 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from attention_oracle import bucket
 from chunk_oracle import iterations, shard_plans
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wlb_megatron.attention.core_attention import WlbCoreAttention
 from wlb_megatron.attention.device_layout import device_layout
-from wlb_megatron.attention.kernels.before_training import warm_up
-from wlb_megatron.attention.kernels.graph_buckets import (
+from wlb_megatron.attention.kernels.before_training import (
     Bucket,
     Equal,
-    bucket,
     buffer_rows,
     by_likelihood,
     foreseen,
@@ -24,6 +23,7 @@ from wlb_megatron.attention.kernels.graph_buckets import (
     padded_keys,
     padded_queries,
     repeated,
+    warm_up,
 )
 from wlb_megatron.attention.kernels.torch_backend import TorchKernels
 from wlb_megatron.plugin.micro_batches.planning import ShardSettings

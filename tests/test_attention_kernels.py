@@ -13,6 +13,7 @@ from attention_oracle import (
     SCALE,
     Member,
     ThreadGroup,
+    bucket,
     each_sequence,
     import_over,
     largest_error,
@@ -26,9 +27,8 @@ from attention_oracle import (
 from megatron.core.transformer.enums import AttnMaskType
 
 from wlb_megatron.attention.device_layout import device_layout
-from wlb_megatron.attention.kernels import graph_buckets
-from wlb_megatron.attention.kernels.before_training import TOLERATED, warm_up, worst_error
-from wlb_megatron.attention.kernels.graph_buckets import Equal, bucket, repeated
+from wlb_megatron.attention.kernels import before_training
+from wlb_megatron.attention.kernels.before_training import TOLERATED, Equal, repeated, warm_up, worst_error
 from wlb_megatron.attention.sharded_attention import LayerSettings, sharded_attention
 from wlb_megatron.documents.lengths import long_tailed
 from wlb_megatron.errors import WlbError
@@ -401,7 +401,7 @@ def test_an_engine_that_keeps_graphs_by_the_number_of_sequences_finds_those_of_t
 
     def forward(training, max_q, max_kv, cu_q, cu_kv, q, k, v, dtype, backend, **passed):
         causal = "causal" in passed["attn_mask_type"]
-        met.add((causal, len(cu_q) - 1, graph_buckets.rows(len(q)), graph_buckets.rows(len(k))))
+        met.add((causal, len(cu_q) - 1, before_training.rows(len(q)), before_training.rows(len(k))))
         return torch.empty_like(q), [torch.empty(*q.shape[:2], 1), None]
 
     monkeypatch.setattr(asked.backend, "fused_attn_fwd", forward)
@@ -418,6 +418,6 @@ def test_an_engine_that_keeps_graphs_by_the_number_of_sequences_finds_those_of_t
             numbers.add(len(call.cu_seqlens_q) - 1)
     known = {
         (causal, *bucket(*size))
-        for causal, _, size in graph_buckets.foreseen(3 * window // 2, cp, 2 * len(pool), 64, None)
+        for causal, _, size in before_training.foreseen(3 * window // 2, cp, 2 * len(pool), 64, None)
     }
     assert met <= known and len(met) < len(numbers), (len(met), len(numbers))

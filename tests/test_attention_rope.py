@@ -36,9 +36,8 @@ def rotary(**options):
 
 def frequencies(inner, plan, rank):
     planned = PlannedRotaryEmbedding(inner)
-    length = planned.get_rotary_seq_len(
-        None, None, None, None, packed_seq_params(attention_layout(plan, rank), "cpu")
-    )
+    params = packed_seq_params(attention_layout(plan, rank), "cpu")
+    length = planned.get_rotary_seq_len(None, None, None, None, params)
     return planned(length, packed_seq=False, cp_group=None)
 
 
@@ -66,9 +65,8 @@ def test_every_token_gets_the_row_of_its_position_in_its_document(lengths, cp):
 
 def test_a_later_document_starts_at_position_zero_and_a_longer_table_does_not_run_across_documents():
     """Documents of 8 and 16 tokens, CP=2: rank 0 holds 0 1 6 7 of the first and 0..3 12..15 of the second."""
-    positions = packed_seq_params(
-        attention_layout(shard([8, 16], 2, "per-document"), 0), "cpu"
-    ).layout.positions
+    layout = attention_layout(shard([8, 16], 2, "per-document"), 0)
+    positions = packed_seq_params(layout, "cpu").layout.positions
     assert positions.tolist() == [0, 1, 0, 1, 2, 3, 6, 7, 12, 13, 14, 15]
     inner = rotary()
     inner(8)  # Megatron has cached a table of the packed length

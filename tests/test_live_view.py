@@ -406,7 +406,7 @@ def write_small_profile(path: Path) -> None:
     samples = made_samples()
     settings = {"model": asdict(model), "gpu": "a GPU", "processors": 1, "versions": {"torch": "2"}}
     settings["host"] = "a processor"
-    found = {"samples": samples, "fit": fit(model, samples, GPU).as_dict()}
+    found = {"samples": samples, "fit": asdict(fit(model, samples, GPU))}
     write_profile(path, {"format": FORMAT, "settings": settings, **found})
 
 

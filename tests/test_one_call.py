@@ -22,9 +22,9 @@ from wlb_megatron.documents.corpus import Rules
 from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.plugin.micro_batches.planning import ShardSettings, plan_iterations
 from wlb_megatron.registry import SHARDINGS
+from wlb_megatron.sharding import cut as cuts
 from wlb_megatron.sharding.attention_calls import attention_layout
-from wlb_megatron.sharding.cut import MOST_KEYS, MOST_ROWS, in_fewest_calls, shard
-from wlb_megatron.sharding.predict import ONE_CALL, in_one_call, in_two_calls, predict, predict_all
+from wlb_megatron.sharding.cut import in_fewest_calls, in_one_call, in_two_calls, predict, predict_all, shard
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.sharding.slots import padding
 from wlb_megatron.workload.kernel_table import h100
@@ -91,7 +91,7 @@ def test_what_is_predicted_is_the_call_that_is_made(plan):
         single = attention_layout(replace(plan, one_call=True), rank).single
         queries, keys = (np.diff(bounds) for bounds in (single.call.cu_seqlens_q, single.call.cu_seqlens_kv))
         received = sum(single.exchange.recv_counts)
-        expected = table.call + ONE_CALL * table.second_call
+        expected = table.call + cuts.ONE_CALL * table.second_call
         expected += table.bottom_right_ns(queries, keys).sum() + table.moved_key * keys.sum()
         expected += table.exchange + table.exchange_row * received if received else 0
         assert abs(ns - expected) <= 1
@@ -106,7 +106,10 @@ def test_one_call_is_taken_exactly_where_it_is_predicted_faster_and_small(data, 
     (chosen,) = in_fewest_calls([plan], table)
     assert chosen.lengths is plan.lengths and chosen.ranks is plan.ranks and chosen.kind == plan.kind
     cut = any((rows[:, 1] > 0).any() for rows in plan.ranks)
-    small = max(plan.tokens_per_rank) <= MOST_ROWS and max(r[:, 2].sum() for r in plan.ranks) <= MOST_KEYS
+    small = (
+        max(plan.tokens_per_rank) <= cuts.MOST_ROWS
+        and max(r[:, 2].sum() for r in plan.ranks) <= cuts.MOST_KEYS
+    )
     faster = in_one_call([plan], table).max() < in_two_calls([plan], table).max()
     assert chosen.one_call == bool(cut and small and faster)
     assert predict_all([plan, chosen], table).max(axis=1).argmin() == int(chosen.one_call)

@@ -15,10 +15,10 @@ from megatron_runs import free_port
 
 from wlb_megatron.attention.device_layout import device_layout
 from wlb_megatron.cli import main
-from wlb_megatron.profiler import clock
-from wlb_megatron.profiler.clock import Clock
+from wlb_megatron.profiler import run
 from wlb_megatron.profiler.layer import AttentionBench, _alone, layer_step, torch_layer
 from wlb_megatron.profiler.points import GRIDS, MOST_ROWS, attention_points
+from wlb_megatron.profiler.run import Clock
 from wlb_megatron.sharding.attention_calls import attention_layout
 from wlb_megatron.workload.model import Experts
 from wlb_megatron.workload.profile import ProfiledModel, host_name, read_profile, write_profile
@@ -292,7 +292,7 @@ class _Event:
 
 def test_a_gpus_clock_heats_the_device_and_tells_launches_apart(monkeypatch):
     asleep: list[int] = []
-    monkeypatch.setattr(clock, "time", _Time)
+    monkeypatch.setattr(run, "time", _Time)
     monkeypatch.setattr(torch.cuda, "Event", _Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "_sleep", asleep.append)

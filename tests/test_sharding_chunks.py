@@ -15,8 +15,7 @@ from wlb_megatron.pipeline.orders import links_of
 from wlb_megatron.plan import IterationPlan, MicroBatch, Piece
 from wlb_megatron.registry import SHARDINGS
 from wlb_megatron.sharding.attention_calls import attention_layout, cached_keys
-from wlb_megatron.sharding.cut import cut_plans, digest_of_cuts, shard, shard_all
-from wlb_megatron.sharding.predict import predict
+from wlb_megatron.sharding.cut import cut_plans, digest_of_cuts, predict, shard, shard_all
 from wlb_megatron.sharding.segments import Chunks, ShardPlan
 from wlb_megatron.workload.kernel_table import h100
 

@@ -8,8 +8,7 @@ from plan_checks import validate
 from sharding_oracle import cp_and_lengths, holders, mix, seen_by_rank
 
 from wlb_megatron.sharding.attention_calls import attention_layout
-from wlb_megatron.sharding.cut import shard, shard_all
-from wlb_megatron.sharding.predict import predict
+from wlb_megatron.sharding.cut import predict, shard, shard_all
 from wlb_megatron.sharding.slots import padding
 from wlb_megatron.workload.kernel_table import h100
 

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from sharding_oracle import by_the_calls, cp_and_lengths
 
 from wlb_megatron.registry import SHARDINGS
-from wlb_megatron.sharding.cut import shard
-from wlb_megatron.sharding.predict import predict, predict_all
+from wlb_megatron.sharding.cut import predict, predict_all, shard
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.workload.kernel_table import KernelTable, h100
 

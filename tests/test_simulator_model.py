@@ -10,8 +10,7 @@ import pytest
 
 from scripts.reproduce.compare import micro_batch_count, rescale
 from wlb_megatron.documents.lengths import long_tailed
-from wlb_megatron.sharding.cut import shard
-from wlb_megatron.sharding.predict import predict
+from wlb_megatron.sharding.cut import predict, shard
 from wlb_megatron.simulator.iteration import group_events, run_steps, simulate
 from wlb_megatron.simulator.model import LayerModel, Times
 from wlb_megatron.workload.assumptions import Assumptions

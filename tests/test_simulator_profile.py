@@ -11,8 +11,7 @@ import pytest
 from test_profile_fit import GPU, LAYER, MODEL, OVERHEADS, made_samples, truth
 
 from wlb_megatron.cli import main
-from wlb_megatron.sharding.cut import shard
-from wlb_megatron.sharding.predict import predict_all
+from wlb_megatron.sharding.cut import predict_all, shard
 from wlb_megatron.simulator.iteration import simulate
 from wlb_megatron.simulator.job_flags import calibrated
 from wlb_megatron.simulator.model import LayerModel

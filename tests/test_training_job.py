@@ -1,7 +1,7 @@
 """A TrainingJob holds what Megatron's flags say, with each part's own words for it."""
 
 import argparse
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, asdict
 from functools import reduce
 from typing import Any
 
@@ -164,7 +164,7 @@ def test_a_profile_must_be_of_the_jobs_experts(tmp_path):
     sizes = {"hidden": model.hidden, "ffn": 2048, "heads": model.heads, "kv_heads": model.kv_heads}
     sizes |= {"head_dim": model.head_dim, "gated": model.gated, "vocab": 100, "tp": 1, "cp": 1}
     sizes["fused"] = False
-    costs = fit(ProfiledModel(**sizes), made_samples(), GPU).as_dict()
+    costs = asdict(fit(ProfiledModel(**sizes), made_samples(), GPU))
     settings = {"model": {**sizes, "experts": experts}, "gpu": "a GPU", "versions": {}}
     path = tmp_path / "profile.json"
     write_profile(path, {"format": FORMAT, "settings": settings, "samples": [], "fit": costs})

@@ -19,8 +19,7 @@ from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.varlen.items import Limits
 from wlb_megatron.packing.varlen.varlen_packer import VarlenPacker, lmax
 from wlb_megatron.plan import IterationPlan
-from wlb_megatron.sharding.cut import cut_plans, shard_all
-from wlb_megatron.sharding.predict import predict_all
+from wlb_megatron.sharding.cut import cut_plans, predict_all, shard_all
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.sharding.slots import multiple, padded
 from wlb_megatron.simulator.iteration import Shards

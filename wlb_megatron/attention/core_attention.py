@@ -25,8 +25,7 @@ from torch import Tensor, nn
 
 from wlb_megatron.attention.device_layout import DeviceLayout, device_layout
 from wlb_megatron.attention.kernels import kernel_choice
-from wlb_megatron.attention.kernels.before_training import warm_up
-from wlb_megatron.attention.kernels.graph_buckets import Warmable
+from wlb_megatron.attention.kernels.before_training import Warmable, warm_up
 from wlb_megatron.attention.kernels.kernel_choice import Layer
 from wlb_megatron.attention.kernels.torch_backend import TorchKernels
 from wlb_megatron.attention.kv_exchange import KeyCache

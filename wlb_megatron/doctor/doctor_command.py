@@ -94,11 +94,8 @@ def examine(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
             warnings.simplefilter("ignore")
             yield from check()
     except (Exception, SystemExit) as error:
-        yield Finding(check.__name__.replace("_", " "), _line(error), FIX)
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).replace(PREFIX, "").split()) or type(error).__name__
+        line = " ".join(str(error).replace(PREFIX, "").split()) or type(error).__name__
+        yield Finding(check.__name__.replace("_", " "), line, FIX)
 
 
 def gpu_count() -> int:
@@ -141,7 +138,9 @@ def torch_and_gpus() -> Iterator[Finding]:
         )
     else:
         yield Finding("CUDA", built)
-        yield Finding("cuDNN", _dotted(torch.backends.cudnn.version()))
+        number = torch.backends.cudnn.version() or 0  # 91900 is 9.19.0
+        cudnn = f"{number // 10000}.{number // 100 % 100}.{number % 100}" if number else "missing"
+        yield Finding("cuDNN", cudnn)
         nccl = (
             torch.cuda.nccl.version() if gpus else installed_version(f"nvidia-nccl-cu{built.split('.')[0]}")
         )
@@ -237,11 +236,6 @@ def apex() -> Iterator[Finding]:
     yield Finding(
         "apex", "NVIDIA's" if here else "none: Megatron runs without it (PyPI's apex is another package)"
     )
-
-
-def _dotted(number: int | None) -> str:
-    """cuDNN's 91900 as 9.19.0."""
-    return f"{number // 10000}.{number // 100 % 100}.{number % 100}" if number else "missing"
 
 
 def megatron() -> Iterator[Finding]:

@@ -17,8 +17,7 @@ import numpy.typing as npt
 
 from wlb_megatron.dynamic.placement import Placement, Problem, improve_placement
 from wlb_megatron.dynamic.plan import Group, GroupCost, Stage, StepPlan, finish_times, in_multiples
-from wlb_megatron.sharding.cut import shard_all
-from wlb_megatron.sharding.predict import predict_all
+from wlb_megatron.sharding.cut import predict_all, shard_all
 from wlb_megatron.sharding.slots import padded
 
 IntArray = npt.NDArray[np.int64]

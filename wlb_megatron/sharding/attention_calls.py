@@ -240,8 +240,11 @@ def exchange_plan(plan: ShardPlan, rank: int, reaches: Sequence[IntArray], buffe
     Rank 0 sends row 0 to rank 1. Rank 1 sends rows 0, 1 to rank 0, whose buffer is its own row 0, then both.
     """
     held_rows = [plan.held_keys(holder) for holder in range(plan.cp_size)]
-    sent_rows = [_rows_within(held_rows[rank], reach) for reach in reaches]
-    arrived = [_keys_within(plan, rows, reaches[rank]) for rows in held_rows]
+    size = held_rows[rank][:, 2] - held_rows[rank][:, 1]
+    sent_rows = [_first_tokens(np.cumsum(size) - size, held_rows[rank], reach) for reach in reaches]
+    arrived = [
+        _first_tokens(plan.key_starts[rows[:, 0]] + rows[:, 1], rows, reaches[rank]) for rows in held_rows
+    ]
     comes_from = np.empty(plan.key_starts[-1], dtype=np.int64)
     comes_from[arrived[rank]] = sent_rows[rank]
     sent_rows[rank] = arrived[rank] = sent_rows[rank][:0]
@@ -257,14 +260,8 @@ def _inside(rows: IntArray, reach: IntArray) -> IntArray:
     return np.clip(reach[rows[:, 0]] - rows[:, 1], 0, rows[:, 2] - rows[:, 1])
 
 
-def _rows_within(rows: IntArray, reach: IntArray) -> IntArray:
-    size = rows[:, 2] - rows[:, 1]
-    local = np.cumsum(size) - size
-    return _ranges(local, local + _inside(rows, reach))
-
-
-def _keys_within(plan: ShardPlan, rows: IntArray, reach: IntArray) -> IntArray:
-    first = plan.key_starts[rows[:, 0]] + rows[:, 1]
+def _first_tokens(first: IntArray, rows: IntArray, reach: IntArray) -> IntArray:
+    """The numbers of these tokens, if each segment's are counted from `first`."""
     return _ranges(first, first + _inside(rows, reach))
 
 

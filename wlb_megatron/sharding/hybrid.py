@@ -88,7 +88,9 @@ def _candidates(
     degrees[..., filler] = 1  # placed last, in the free tokens: its own degree does not matter
     unlike = {degree.tobytes(): degree for degree in degrees.reshape(-1, len(lengths))}
     degrees = np.stack(list(unlike.values()))
-    share_ns = _share_ns(lengths, before, whole_ns, degrees, table)
+    cut_ns = np.rint(table.cut_ns(whole_ns, lengths, degrees, before))
+    # [candidate, piece]: nanoseconds that a piece costs each of the ranks that it is cut over.
+    share_ns = np.where(degrees > 1, cut_ns, whole_ns).astype(np.int64)
     means = ((share_ns * degrees).sum(axis=1) / cp_size).tolist()
     candidates = []
     for mean, degree, of_ranks in zip(means, degrees, share_ns, strict=True):
@@ -98,15 +100,6 @@ def _candidates(
         in_pairs = mean + table.earlier_call * (2 if cp_size > 2 else 1)
         candidates.append(_Candidate(in_pairs, degree, of_ranks, False))
     return candidates
-
-
-def _share_ns(
-    lengths: IntArray, before: IntArray, whole_ns: IntArray, degree: IntArray, table: KernelTable
-) -> IntArray:
-    """int64[k, n]: nanoseconds that a piece costs each of the ranks that it is cut over. degree: int64[k, n]."""
-    return np.where(degree > 1, np.rint(table.cut_ns(whole_ns, lengths, degree, before)), whole_ns).astype(
-        np.int64
-    )
 
 
 def _place(ranks: RankLoads, order: list[int], degree: list[int], share_ns: list[int]) -> None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from wlb_megatron.sharding.predict import predict_all
+from wlb_megatron.sharding.cut import predict_all
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.workload.assumptions import Assumptions
 from wlb_megatron.workload.cost_model import (

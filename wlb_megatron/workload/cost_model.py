@@ -7,7 +7,7 @@ Ratios to a token's linear work are the same for one layer and for a stage of ma
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -278,24 +278,16 @@ class Costs:
         fixed = [float(way) for way in self.layer.at(0)]
         return sum(fixed) + recompute * fixed[0] + self.table.call + self.table.second_call
 
-    def as_dict(self) -> dict[str, Any]:
-        """JSON-able; from_dict reads it back."""
-        return asdict(self)
-
     @staticmethod
     def from_dict(fields: dict[str, Any]) -> Costs:
-        """Reads as_dict's result. Raises KeyError, TypeError or ValueError if `fields` is not of that form."""
-        parts: dict[str, Any] = {
-            name: KernelTable(**frozen(fields[name])) for name in ("forward", "backward")
-        }
-        parts |= {name: Curve(**frozen(fields[name])) for name in ("layer", "embedding", "loss")}
-        links = {name: TransferCost(**link) for name, link in (fields["links"] or {}).items()}
-        for name in ("host", "host_second", "host_embedding", "host_loss"):
-            if name in fields or name == "host":  # the first profiles lack the others
-                forward, backward = fields[name]
-                parts[name] = (float(forward), float(backward))
-        for name in ("optimizer", "quadratic_at", "per_document"):
-            parts[name] = float(fields[name])
+        """The inverse of dataclasses.asdict; the first profiles lack some of the host's times. Raises KeyError,
+        TypeError or ValueError if `fields` is not of that form."""
+        parts = {name: frozen(value) for name, value in fields.items()}
+        for name in ("forward", "backward"):
+            parts[name] = KernelTable(**parts[name])
+        for name in ("layer", "embedding", "loss"):
+            parts[name] = Curve(**parts[name])
+        links = {name: TransferCost(**link) for name, link in (parts.pop("links") or {}).items()}
         return Costs(**parts, links=links)
 
 
@@ -304,7 +296,7 @@ def _add(a: tuple[tuple[float, ...], ...], b: tuple[tuple[float, ...], ...]) -> 
 
 
 class MicroBatchCost(NamedTuple):
-    """Costs of a micro-batch, in tokens of linear work over all context-parallel ranks.
+    """Costs of a micro-batch as a CostModel has them, in tokens of linear work over all context-parallel ranks.
 
     What it adds to its documents' work, the least that its forward and its backward take (the host's launches), and
     what a chunk in it adds.

@@ -12,7 +12,7 @@ The last two are non-negative least squares of relative errors.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import combinations
 from typing import Any, Literal, NamedTuple
 
@@ -249,24 +249,11 @@ def least_squares(columns: FloatArray, values: FloatArray) -> FloatArray:
     return best
 
 
-@dataclass(frozen=True)
-class Check:
-    """Relative errors of predicted attention times (forward + backward) of samples that the fit has not seen."""
-
-    part: str
-    errors: tuple[float, ...]
-
-    @property
-    def mean(self) -> float:
-        return float(np.mean(np.abs(self.errors)))
-
-    @property
-    def p95(self) -> float:
-        return float(np.percentile(np.abs(self.errors), 95))
-
-
-def leave_out(model: ProfiledModel, samples: Sequence[Sample], device: Device, folds: int = 8) -> list[Check]:
-    """Shares and documents, each predicted by a fit to those of other folds; and shapes that no fit is made to."""
+def leave_out(
+    model: ProfiledModel, samples: Sequence[Sample], device: Device, folds: int = 8
+) -> dict[str, FloatArray]:
+    """By part, relative errors of predicted attention times (forward + backward) of samples that the fit has not seen:
+    shares and documents, each predicted by a fit to those of other folds, and shapes that no fit is made to."""
     errors: dict[str, list[float]] = {}
     fitted = [sample for sample in samples if sample["part"] in FITTED]
     for fold in range(folds):
@@ -281,7 +268,7 @@ def leave_out(model: ProfiledModel, samples: Sequence[Sample], device: Device, f
             errors.setdefault(sample["part"], []).append(
                 total / (sample["forward"][0] + sample["backward"][0]) - 1
             )
-    return [Check(part, tuple(relative)) for part, relative in sorted(errors.items())]
+    return {part: np.array(relative) for part, relative in sorted(errors.items())}
 
 
 def pairs_table(

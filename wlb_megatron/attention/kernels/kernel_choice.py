@@ -67,11 +67,6 @@ def describe(name: str, why: str) -> str:
     return f"{label(name)}'s kernels{version}" + (f", not {preferred}'s: {why}" if why else "")
 
 
-def lacks(name: str, layer: Layer) -> str | None:
-    """Why these kernels cannot serve this layer here; None if they can."""
-    return not_installed(name) or unfit(name, layer)
-
-
 def not_installed(name: str) -> str | None:
     """Why these kernels cannot be called here; None if they can, as far as packages tell."""
     for package, tried_version in KERNELS[name].packages.items():
@@ -84,10 +79,10 @@ def not_installed(name: str) -> str | None:
     return None
 
 
-def unfit(name: str, layer: Layer) -> str | None:
-    """Why these kernels cannot serve this layer anywhere; None if they can."""
-    reason: str | None = load(KERNELS[name].unfit)(layer) if KERNELS[name].unfit else None
-    return reason
+def lacks(name: str, layer: Layer) -> str | None:
+    """Why these kernels cannot serve this layer here; None if they can."""
+    unfit = KERNELS[name].unfit
+    return not_installed(name) or (load(unfit)(layer) if unfit else None)
 
 
 def unfit_for_fa4(layer: Layer) -> str | None:

@@ -19,7 +19,7 @@ from transformer_engine.pytorch.cpp_extensions.fused_attn import (
 )
 
 from wlb_megatron.attention.device_layout import DeviceCall
-from wlb_megatron.attention.kernels import graph_buckets
+from wlb_megatron.attention.kernels.before_training import buffer_rows, sequences_like
 from wlb_megatron.attention.kernels.row_sums import apart, side_by_side
 from wlb_megatron.errors import WlbError
 
@@ -73,7 +73,7 @@ class TransformerEngineKernels:
         return v_dim % 8 == 0 and (dim <= 128 or (dim, v_dim) == (192, 128))
 
     def buffer_rows(self, call: DeviceCall) -> tuple[int, int]:
-        return graph_buckets.buffer_rows(call)
+        return buffer_rows(call)
 
     def forward(self, call: DeviceCall, q: Tensor, kv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         form, (q, k, v) = self._form(call, q, kv)
@@ -180,10 +180,10 @@ def _rounded(bounds: Tensor) -> Tensor:
     """cu_seqlens with empty sequences added, up to a number that many micro-batches share.
 
     With cuDNN 9.24 and later, Transformer Engine caches a forward's graph by the exact number of sequences. Before,
-    and for backward, it rounds that number up itself, to the same numbers (graph_buckets.py).
+    and for backward, it rounds that number up itself, to the same numbers (before_training.py).
     """
     count = len(bounds) - 1
-    missing = graph_buckets.sequences_like(count) - count
+    missing = sequences_like(count) - count
     if not missing:
         return bounds
     rounded = _rounded_bounds.get(bounds)

@@ -48,14 +48,12 @@ def complete(job: TrainingJob) -> WlbConfig:
 
 def cost_model(job: TrainingJob) -> CostModel:
     """What packing balances by. The job's settings are complete."""
-    config, per_micro_batch = job.config, micro_batch_cost(job)
+    config = job.config
     assert config.quadratic_at is not None and config.document_cost is not None
     cost = CostModel(
         config.quadratic_at,
         config.document_cost,
-        per_micro_batch.own,
-        per_micro_batch.least,
-        per_micro_batch.chunk,
+        *micro_batch_cost(job),
         backward=2 + job.recomputed_share,
     )
     return cost.with_micro_batch_cost(config.micro_batch_cost)

@@ -27,7 +27,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from megatron.training import get_args, print_rank_0
 from torch import Tensor
 
-from wlb_megatron.attention.kernels.graph_buckets import (
+from wlb_megatron.attention.kernels.before_training import (
     Bucket,
     Equal,
     Warmable,
