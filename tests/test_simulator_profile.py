@@ -31,7 +31,7 @@ def path(tmp_path_factory):
     settings = {"model": asdict(MODEL), "gpu": "a GPU", "processors": 1, "versions": {"torch": "2"}}
     profiled = {"format": FORMAT, "settings": settings, "samples": samples}
     path = tmp_path_factory.mktemp("profile") / "profile.json"
-    write_profile(path, {**profiled, "fit": fit(MODEL, samples, GPU).as_dict()})
+    write_profile(path, {**profiled, "fit": asdict(fit(MODEL, samples, GPU))})
     return path
 
 
