@@ -207,7 +207,7 @@ def test_a_fit_names_what_it_lacks(samples, part):
 
 def test_a_profile_is_read_as_it_was_written(tmp_path, profiled, costs):
     path = tmp_path / "profile.json"
-    write_profile(path, profiled)
+    write_profile(path, profiled | {"fit": profiled["fit"] | {"of_a_later_release": 1}})
     read = read_profile(path)
     assert read.costs == costs and read.model == MODEL
     assert "a GPU" in read.describe() and read.fingerprint in read.describe()
@@ -222,6 +222,8 @@ def test_a_profile_is_read_as_it_was_written(tmp_path, profiled, costs):
         (lambda t: {**t, "samples": t["samples"][1:]}, "fingerprint"),
         (lambda t: {k: v for k, v in t.items() if k != "fit"}, "--refit"),
         (lambda t: {**t, "fit": {**t["fit"], "layer": {}}}, "damaged"),
+        (lambda t: {**t, "fit": {**t["fit"], "host": None}}, "damaged"),
+        (lambda t: {**t, "fit": {**t["fit"], "quadratic_at": "x"}}, "damaged"),
         (lambda t: {**t, "fit": {**t["fit"], "per_document": float("nan")}}, "NaN is no number"),
         (lambda t: [1], "not of format"),
     ],

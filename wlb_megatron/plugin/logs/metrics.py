@@ -123,14 +123,14 @@ def stepped(
 
 
 def report_iteration(iteration: int, skipped: int) -> None:
-    """After training_log: the plugin's own figures of the iteration. skipped: 1 if its update was thrown away."""
+    """After training_log: the plugin's own figures of the iteration. skipped: whether its update was thrown away."""
     from megatron.training import get_args
 
     from wlb_megatron.plugin.logs import flops
 
     state = part(Figures)
     with never_fatal("the ranks' pace is not measured"):
-        _warn(stragglers.after_iteration(iteration))
+        _warn(stragglers.after_iteration(int(iteration)))
     if state.pending is None:
         return
     (figures, step_start), state.pending = state.pending, None
@@ -146,7 +146,7 @@ def report_iteration(iteration: int, skipped: int) -> None:
             if (operations := flops.logged_operations()) is not None:
                 figures["tflops_per_gpu"] = operations / 1e12 / seconds / gpus
         figures["measured_ms"] = seconds * 1e3
-        _report(figures | {"update_skipped": skipped})
+        _report(figures | {"update_skipped": int(skipped)})
 
 
 def _report(figures: dict[str, Any]) -> None:
