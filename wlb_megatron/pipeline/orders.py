@@ -184,13 +184,15 @@ def links_of(micro_batches: Sequence[Sequence[Piece]]) -> tuple[Link, ...]:
     Raises ValueError if earlier micro-batches do not hold exactly a piece's prefix (its document up to the piece's
     start), or if two pieces have the same prefix.
     """
-    # Most plans have no chunks: that is seen fast.
+    # Most plans have no chunks, and in the others few documents are in chunks: that is seen fast.
     if not any(any(map(_PREFIX, pieces)) for pieces in micro_batches):
         return ()
+    in_chunks = {document for pieces in micro_batches for _, document, _, _, prefix in pieces if prefix}
     ends: dict[tuple[int, int, int], tuple[int, int]] = {}
     links = []
     for index, pieces in enumerate(micro_batches):
-        for number, piece in enumerate(pieces):
+        numbered = [(number, piece) for number, piece in enumerate(pieces) if piece[1] in in_chunks]
+        for number, piece in numbered:
             if not piece.prefix:
                 continue
             end = ends.pop((piece.epoch, piece.document, piece.start), None)
@@ -202,9 +204,7 @@ def links_of(micro_batches: Sequence[Sequence[Piece]]) -> tuple[Link, ...]:
                 )
             links.append(Link(index, number, *end))
         # After the loop above, because no piece continues inside its own micro-batch.
-        ends |= {
-            (piece.epoch, piece.document, piece.end): (index, number) for number, piece in enumerate(pieces)
-        }
+        ends |= {(piece.epoch, piece.document, piece.end): (index, number) for number, piece in numbered}
     return tuple(links)
 
 
