@@ -252,7 +252,7 @@ def dry_run(flags: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.megatron
 def test_a_dry_run_prints_what_is_set_and_what_analyze_predicts(launched, printed):
-    done = dry_run(f"{launched} --wlb-world-size 64")
+    done = dry_run(f"{launched} --wlb-world-size 2 --wlb-world-size 64")
     assert done.returncode == 0, done.stderr[-2000:]
     assert "data-parallel size: 8" in done.stdout and "sets --calculate-per-token-loss True" in done.stdout
     out = printed(f"analyze --no-split --search none --world-size 64 --gpu-memory 80 -- {launched}")

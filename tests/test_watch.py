@@ -92,8 +92,9 @@ def test_a_line_without_the_figures_of_an_iteration_is_no_log(text, tmp_path, ca
     assert "is no --wlb-log" in capsys.readouterr().err
 
 
-def test_a_blank_line_and_a_figure_of_another_kind_are_left_out(tmp_path, capsys):
-    (tmp_path / "log").write_text('{"iteration": 1, "tokens": 8, "measured_ms": "5"}\n\n')
+def test_a_blank_line_half_a_line_and_a_figure_of_another_kind_are_left_out(tmp_path, capsys):
+    line = '{"iteration": 1, "tokens": 8, "measured_ms": "5"}\n'
+    (tmp_path / "log").write_text(f'{line}\n{{"iteration": 2, "tok{line}')
     assert main(["watch", str(tmp_path / "log")]) == 0
     assert "8" in capsys.readouterr().out
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from types import SimpleNamespace
 
 from wlb_megatron.errors import fatal
@@ -76,10 +77,10 @@ def _predict(arguments: Sequence[str], world: int) -> int:
 
 
 def _world_size(arguments: Sequence[str]) -> int | None:
-    """By the flag, else by the launcher."""
+    """By the flag, which the last one says as in argparse, else by the launcher."""
     words = [part for word in arguments for part in word.split("=", 1)]
-    values = words[words.index("--wlb-world-size") + 1 :][:1] if "--wlb-world-size" in words else []
-    text = values[0] if values else os.environ.get("WORLD_SIZE", "")
+    values = [value for flag, value in pairwise(words) if flag == "--wlb-world-size"]
+    text = values[-1] if values else os.environ.get("WORLD_SIZE", "")
     return int(text) if text.isdigit() and int(text) else None
 
 

@@ -115,6 +115,8 @@ class RunLog:
                 if (value := figures.get(name)) is not None and _fits(name, value)
             }
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+            if self.rows:  # a killed job left half a line, to which the next one appended
+                return
             raise WlbError(f"{self.path} is no --wlb-log: {line[:60]!r} is not one of its lines") from None
         if isinstance(figures.get("started"), int | float):
             self.starts.add(figures["started"])
