@@ -50,7 +50,7 @@ def global_names(chunk: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
     Of a HybridModel's pattern *-*E, layers 2 and 3 of 0 to 3 are layer 1 of a GPTModel.
     """
-    pattern = (get_args().hybrid_layer_pattern or "").replace("|", "").split("/")[0]
+    pattern = (getattr(get_args(), "hybrid_layer_pattern", None) or "").replace("|", "").split("/")[0]
     numbers = {
         name: len(re.findall("[*G]", pattern[: module.layer_number])) - 1
         if pattern
