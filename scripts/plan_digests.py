@@ -49,9 +49,7 @@ def digest(packing: str, chunks: str, share: float, dp: int, pp: int, corpora: i
         dice = np.random.default_rng([seed, dp, pp])
         window = int(dice.choice([16, 500, 4096, 32768]))
         lmax = int(window * share)
-        config = WlbConfig(
-            packing=packing, chunks=chunks, max_tokens=lmax, balance_batches=2, batch_spread=spread
-        )
+        config = WlbConfig(packing=packing, chunks=chunks, max_tokens=lmax, batch_spread=spread)
         cost = CostModel(window * float(dice.choice([0.3, 1, 4])), 0.5, window * float(dice.choice([0, 0.1])))
         windows = int(dice.integers(1, 9))
         packer = make_packer(PackingJob(config, cost, window=window, micro_batches=windows, dp=dp, pp=pp))

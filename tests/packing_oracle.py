@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from scripts.reproduce.solver import FixedSolverPacker
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.lengths import long_tailed
 from wlb_megatron.packing.factory import make_packer
-from wlb_megatron.packing.packer import Packer, PackingJob
+from wlb_megatron.packing.packer import PackingJob
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.varlen.items import Item
 from wlb_megatron.plan import IterationPlan, Piece
@@ -56,12 +55,7 @@ def make_planner(lengths: Any, *, endless: bool = False, **settings: Any) -> Pla
     """Of documents with these lengths, or of a stream; settings: as make_job()."""
     job = make_job(**settings)
     stream = ListStream(lengths, endless) if isinstance(lengths, list) else lengths
-    return Planner(stream, packer_of(job), global_tokens=job.bins * job.window)
-
-
-def packer_of(job: PackingJob) -> Packer:
-    """The packer of a job, which may also be the solver's."""
-    return FixedSolverPacker(job) if job.config.packing == FixedSolverPacker.name else make_packer(job)
+    return Planner(stream, make_packer(job), global_tokens=job.bins * job.window)
 
 
 def resumed(first: Planner, second: Planner) -> Planner:

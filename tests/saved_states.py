@@ -36,7 +36,7 @@ def _varlen(**settings: Any) -> Source:
 
 
 def _fixed_windows() -> Source:
-    windows = {"packing": "fixed-greedy", "balance_batches": 3, "chunks": "off"}
+    windows = {"packing": "original", "chunks": "off"}
     config = WlbConfig(quadratic_at=99.0, document_cost=0.0, **windows)
     corpus = Corpus("one", np.array([5, 9, 3, 16, 7, 12] * 4))
     stream = DocumentStream([corpus], Rules(16, seed=3, endless=True))

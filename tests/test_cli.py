@@ -94,7 +94,7 @@ def test_output_that_cannot_be_written_is_one_line(form):
     assert (done.returncode, done.stderr) == (2, message)
 
 
-@pytest.mark.parametrize("packing", ["original", "fixed-greedy", "varlen"])
+@pytest.mark.parametrize("packing", ["original", "varlen"])
 @pytest.mark.parametrize("form", ["--json -", ""])
 def test_numpy_alone_is_enough_and_json_alone_is_on_stdout(form, packing):
     done = run(f"{EXAMPLE} --packing {packing} {form}", code=NUMPY_ALONE)

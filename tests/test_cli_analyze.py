@@ -105,7 +105,7 @@ def from_json(
     }
 
 
-@pytest.mark.parametrize("packing", ["original", "fixed-greedy", "varlen"])
+@pytest.mark.parametrize("packing", ["original", "varlen"])
 @pytest.mark.parametrize("layout", [Layout(data=2, context=2, tensor=2), Layout(data=1, context=4)])
 def test_every_figure_equals_what_the_printed_plans_give(packing, layout, monkeypatch):
     monkeypatch.delattr(Packer, "state")  # of checkpoints, which analysis does not ask
@@ -190,7 +190,7 @@ def test_balancing_is_predicted_to_help_long_tails_and_not_to_hurt_equal_lengths
     ("flags", "packing"),
     [("", "varlen"), ("", "original"),
      ("--max-tokens 100000 --thresholds 24000,40000 --max-delay 3 --cp 2 --sharding hybrid", "varlen"),
-     ("--balance-batches 2 --quadratic-at 99", "fixed-greedy")],
+     ("--quadratic-at 99", "original")],
 )  # fmt: skip
 def test_the_flags_to_copy_set_the_same_packing_in_training(flags, packing, reported):
     report = reported(
@@ -205,8 +205,6 @@ def test_the_flags_to_copy_set_the_same_packing_in_training(flags, packing, repo
         assert config.thresholds == ("24000,40000" if "--thresholds" in flags else "auto")
     if "--max-delay" in flags:
         assert (config.max_tokens, config.thresholds, config.max_delay) == (100000, "24000,40000", 3)
-    if "--balance" in flags:
-        assert config.balance_batches == 2
 
 
 def test_the_models_shape_sets_where_attention_costs_as_much_as_the_rest(reported, refused):
@@ -241,7 +239,6 @@ def test_what_each_part_gains_is_what_its_settings_gain(tmp_path, reported):
         "delay of long documents": one_whole,
         "number of micro-batches": "--chunks off",
         "long documents in chunks": "--chunks on",
-        "fixed windows, balanced": "--packing fixed-greedy --chunks off",
     }
     assert list(gains) == list(settings)
     for name, flags in settings.items():
@@ -307,7 +304,7 @@ def test_parts_that_do_not_fit_the_memory_are_left_out(reported):
     job += " --gpu-memory 50"
     report = reported(f"analyze {job} --iterations 2 --warm-up 0")
     names = [gain["name"] for gain in report["gains"]]
-    assert names == ["sharding of each document", "long documents in chunks", "fixed windows, balanced"]
+    assert names == ["sharding of each document", "long documents in chunks"]
     assert report["fits"]["in_chunks"] and report["fits"]["micro_batch"] == report["max_tokens"] < 98304
 
 
@@ -318,23 +315,23 @@ def analysis() -> Analysis:
 
 def test_what_is_predicted_slower_is_not_recommended():
     lengths = np.full(400, 64)
-    config = WlbConfig(quadratic_at=QUADRATIC_AT, packing="fixed-greedy", sharding="per-sequence")
+    config = WlbConfig(quadratic_at=QUADRATIC_AT, chunks="off", sharding="per-sequence")
     analysis = analyze(lengths, config, Layout(), micro_batches=2, iterations=3, seed=1)
     assert analysis.speedup == 1.0
     for speedup in (0.5, 1.0, 1.009, 1.011):
-        packing = "fixed-greedy" if speedup > 1.01 else "original"
+        packing = "" if speedup > 1.01 else "--wlb-packing original "
         simulated = _faster(analysis.before.simulated, speedup)
         flags = flags_of(replace(analysis, after=replace(analysis.after, simulated=simulated)).best.config)
-        assert flags == f"--wlb-packing {packing} --wlb-sharding per-sequence --wlb-quadratic-at 40.0"
+        assert flags.replace(" --wlb-chunks off", "") == (
+            f"{packing}--wlb-sharding per-sequence --wlb-quadratic-at 40.0"
+        )
 
 
 def test_flags_without_effect_on_the_recommended_packing_are_left_out() -> None:
     limits = {"max_delay": 3, "max_tokens": 100, "token_weights": "equal"}
-    config = WlbConfig(balance_batches=4, solver_seconds=0.5, **limits)
+    config = WlbConfig(solver_seconds=0.5, **limits)
     arrival = flags_of(replace(config, packing="original"))
     assert arrival == "--wlb-packing original --wlb-token-weights equal"
-    greedy = "--wlb-packing fixed-greedy --wlb-balance-batches 4"
-    assert flags_of(replace(config, packing="fixed-greedy")) == f"{greedy} --wlb-token-weights equal"
     assert flags_of(config) == "--wlb-max-tokens 100 --wlb-max-delay 3 --wlb-token-weights equal"
 
 
@@ -370,7 +367,7 @@ def test_steadier_settings_are_named_beside_faster_ones_whose_slowest_step_is_lo
     long[0] = 1.6 * steps.max()
     long[1:] -= (long.sum() - steps.sum() / 1.2) / (len(long) - 1)
     after = replace(analysis.after, simulated=replace(analysis.before.simulated, steps=long))
-    chunks, windows = replace(CONFIG, chunks="on"), replace(CONFIG, packing="fixed-greedy")
+    chunks, windows = replace(CONFIG, chunks="on"), replace(CONFIG, max_delay=1)
 
     def steadier(*gains: Gain) -> str | None:
         found = replace(analysis, after=after, gains=gains).steadier
@@ -403,7 +400,7 @@ def test_settings_slower_than_the_searchs_first_are_not_called_steadier(analysis
     long[0] = 1.6 * arrival.steps.max()
     after = replace(analysis.after, simulated=replace(arrival, steps=long))
     given = Found(as_given(analysis.job, CONFIG), "", speed, 1.6 * slowest, 0, {}, 1.0)
-    windows = Gain("windows", replace(CONFIG, packing="fixed-greedy"), None, 1.02, 1.02, 0.8)
+    windows = Gain("windows", replace(CONFIG, max_delay=1), None, 1.02, 1.02, 0.8)
 
     def last(first_slowest: float, by_token: float) -> str:
         times = {"tokens_per_second": speed * by_token, "slowest": first_slowest * slowest}
@@ -413,7 +410,7 @@ def test_settings_slower_than_the_searchs_first_are_not_called_steadier(analysis
         return capsys.readouterr().out.splitlines()[-1]
 
     assert last(1.04, 1.5).startswith("flags: --a (") and last(1.1, 1.5) == "steadier: none found"
-    flags = "--wlb-packing fixed-greedy --wlb-quadratic-at 40.0"
+    flags = "--wlb-max-delay 1 --wlb-quadratic-at 40.0"
     assert last(1.1, 1.12) == f"flags, steadier: {flags}", "0.9 of the speed stays"
 
 
@@ -489,7 +486,7 @@ def test_pictures_are_written_whole_and_nothing_beside_them(tmp_path, command):
     pytest.importorskip("matplotlib")
     np.save(tmp_path / "lengths.npy", some_lengths(500))
     out = tmp_path / "pictures"
-    line = f"analyze --no-split --lengths {tmp_path / 'lengths.npy'} --window 64 --packing fixed-greedy"
+    line = f"analyze --no-split --lengths {tmp_path / 'lengths.npy'} --window 64 --packing original"
     code, _, err = command(f"{line} --micro-batches 140 --dp 2 --pp 2 --cp 2 --iterations 3 --pictures {out}")
     assert code == 0, err
     assert {path.stem for path in out.iterdir()} == {"delay", "lengths", "step", "timeline", "work"}

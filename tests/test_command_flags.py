@@ -54,7 +54,6 @@ ANALYZE = values(
             --step-overhead 1 --gradient-bytes 4 --parameter-bytes 1000 --optimizer-bytes 99
             --kernel-table h200""",
         f"{NO_HOST} --thresholds auto": "--packing original",
-        f"{NO_HOST} --packing fixed-greedy --thresholds auto": "--balance-batches 3",
         f"{NO_HOST} --chunks on": "--use-megatron-fsdp --use-torch-fsdp2",
         WHOLE: """--micro-batches-per-window 2 --micro-batch-cost 5000 --release full --quadratic-at 16
             --document-cost 500 --max-documents 3""",
@@ -146,7 +145,6 @@ INSPECT = values(
         "--thresholds auto": "--packing original",
         FREE_MICRO_BATCHES: "--micro-batch-cost 99999",
         "--thresholds 20": "--max-delay 0 --batch-spread 1 --release full",
-        "--packing fixed-greedy --thresholds auto": "--balance-batches 3",
         KNOWN: """--model 7B --num-layers 8 --recompute selective --recompute-method block
             --recompute-num-layers 2 --wlb-recompute off --gpu-memory 40 --memory-margin 0.2""",
         OWN: """--hidden-size 2048 --num-attention-heads 16 --num-query-groups 2 --kv-channels 256
@@ -294,8 +292,7 @@ inspect --model 7B --gpu-memory 80 --wlb-recompute off => changes nothing withou
 {} --model 7B --gpu-memory 80 --recompute-method block => changes nothing without --recompute-gran
 {} --solver-seconds 2 => changes nothing without --cp-mode dynamic
 {} --packing original --thresholds 9 => changes nothing without --packing varlen
-{} --packing fixed-greedy --max-delay 3 => changes nothing without --packing varlen
-{} --balance-batches 2 => changes nothing without --packing fixed-greedy
+{} --packing original --max-delay 3 => changes nothing without --packing varlen
 {} --release full --micro-batches-per-window 2 => changes nothing without --release balance
 analyze --moe-router-topk 2 => --moe-router-topk needs --num-experts
 # what cannot be trained

@@ -35,7 +35,7 @@ from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.corpus import Rules
 from wlb_megatron.documents.indexed import MaskedCorpus
 from wlb_megatron.documents.stream import DocumentStream
-from wlb_megatron.packing.packer import Batch, PackingJob
+from wlb_megatron.packing.packer import PackingJob
 from wlb_megatron.plan import Piece
 from wlb_megatron.plugin.micro_batches.loaded import LoadedMicroBatch
 from wlb_megatron.sharding.cut import cut
@@ -107,8 +107,7 @@ def test_the_sorted_control_trains_every_token_of_64_batches_once_shortest_first
     arrived = [Piece(0, at, 0, int(length)) for at, length in enumerate(lengths)]
     trained: list[Piece] = []
     for iteration in range(64):
-        batch = Batch(2, 0 if iteration else 64)
-        grid, put_back = packer.pack(iteration, [] if iteration else arrived, batch)
+        grid, put_back = packer.pack(iteration, [] if iteration else arrived, 2)
         assert not put_back
         trained += [piece for row in grid for micro_batch in row for piece in micro_batch.pieces]
     covered = np.zeros(len(lengths), dtype=int)
@@ -127,7 +126,7 @@ def test_the_cut_control_trains_plains_pieces_in_other_micro_batches() -> None:
     for iteration in range(20):
         lengths = [52, 52, 52, 52, 52] if iteration == 10 else generator.integers(1, 65, 9).tolist()
         arrived = [Piece(0, 100 * iteration + at, 0, length) for at, length in enumerate(lengths)]
-        grids = (packer.pack(iteration, arrived, Batch(4)).grid for packer in packers)
+        grids = (packer.pack(iteration, arrived, 4).grid for packer in packers)
         plain, cut = ([micro_batch for (micro_batch,) in grid] for grid in grids)
         pieces, others = (sorted(piece for one in each for piece in one.pieces) for each in (plain, cut))
         assert pieces == others

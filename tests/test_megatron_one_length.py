@@ -15,7 +15,7 @@ ACCEPTED = {
     **{"seq_length": 64, "max_position_embeddings": 128, "global_batch_size": 4},
 }
 GRAPHS = {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": [argparse.Namespace(name="mlp")]}
-GREEDY = WlbConfig(packing="fixed-greedy")
+WINDOWS = WlbConfig(packing="original")
 
 
 def megatron(**changed: object) -> argparse.Namespace:
@@ -25,8 +25,7 @@ def megatron(**changed: object) -> argparse.Namespace:
 @pytest.mark.parametrize("feature", [{"tp_comm_overlap": True}, GRAPHS], ids=["overlap", "graphs"])
 def test_what_takes_one_length_goes_with_windows_alone(feature):
     args = megatron(**feature)
-    refuse_unsupported(args, GREEDY)
-    refuse_unsupported(args, WlbConfig(packing="original"))
+    refuse_unsupported(args, WINDOWS)
     shares = {"context_parallel_size": 2, "tensor_model_parallel_size": 2}
     assert training_job(**feature, **shares, seq_length=64).alignment == 64
     assert training_job(**feature, **shares, seq_length=64, micro_batch_size=2).alignment == 128
@@ -34,10 +33,10 @@ def test_what_takes_one_length_goes_with_windows_alone(feature):
     assert "not a multiple of 4" in str(training_job(**feature, **shares, seq_length=66).window_misfit())
     for changed, config in (
         ({}, WlbConfig()),
-        ({}, WlbConfig(packing="fixed-greedy", cp_mode="dynamic")),
-        ({"eval_micro_batch_size": 2}, GREEDY),
+        ({}, WlbConfig(packing="original", cp_mode="dynamic")),
+        ({"eval_micro_batch_size": 2}, WINDOWS),
     ):
-        with pytest.raises(Refused, match="use --wlb-packing fixed-greedy"):
+        with pytest.raises(Refused, match="use --wlb-packing original"):
             refuse_unsupported(megatron(**feature, **changed), config)
 
 
@@ -46,7 +45,7 @@ def test_graphs_are_refused_where_another_shape_would_come_or_more_than_mlps_are
     experts = {"num_experts": 4, "moe_token_dispatcher_type": "alltoall"}
     for changed in (several_windows, experts, {"rampup_batch_size": [2, 2, 4]}):
         with pytest.raises(Refused, match="a graph takes one number of tokens"):
-            refuse_unsupported(megatron(**GRAPHS, **changed), GREEDY)
+            refuse_unsupported(megatron(**GRAPHS, **changed), WINDOWS)
     for graphs in (
         {"cuda_graph_impl": "local"},
         {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": []},
@@ -55,14 +54,14 @@ def test_graphs_are_refused_where_another_shape_would_come_or_more_than_mlps_are
     ):
         assert graphed(megatron(**graphs)) not in (None, MLP_GRAPHS)
         with pytest.raises(Refused, match="leave graphs off"):
-            refuse_unsupported(megatron(**graphs), GREEDY)
+            refuse_unsupported(megatron(**graphs), WINDOWS)
 
 
 @pytest.mark.megatron
 def test_padding_to_one_length_changes_neither_losses_nor_gradients(corpus, tmp_path):
     run = f"--data-path {corpus} --global-batch-size 3 --train-iters 2 --split 80,20,0 --eval-iters 2 --eval-interval 2"
     # At most three documents: many windows are then not full.
-    arguments = flags(run, "--wlb-packing fixed-greedy --wlb-max-documents 3", context=2)
+    arguments = flags(run, "--wlb-packing original --wlb-max-documents 3", context=2)
     short = train(arguments, 2, tmp_path / "short")
     full = train(arguments, 2, tmp_path / "full", WORKER_ONE_LENGTH="1")
     assert {tokens.numel() for rank in full for tokens in rank["tokens"]} == {32}

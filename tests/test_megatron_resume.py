@@ -169,7 +169,7 @@ def test_a_changed_blend_window_and_packing_are_taken_up_and_go_on_when_queued_a
     arguments = flags(
         f"--data-path 0.6 {corpus} 0.4 {tmp_path}/other",
         *(RUN, f"--seq-length 128 --save {saved} --save-interval 3"),
-        "--wlb-packing fixed-greedy --wlb-balance-batches 2 --wlb-fresh-order --wlb-plan-process always",
+        "--wlb-packing original --wlb-fresh-order --wlb-plan-process always",
         context=2,
     )
     said = output_of([*arguments, "--load", str(stopped)], 2, out=out)

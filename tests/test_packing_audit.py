@@ -11,7 +11,7 @@ from test_packing_plans import WINDOW
 from wlb_megatron.cli import main
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.baselines import OriginalPacker
-from wlb_megatron.packing.packer import Batch, Packed
+from wlb_megatron.packing.packer import Packed
 from wlb_megatron.packing.planner import audit
 from wlb_megatron.plan import MicroBatch, Piece
 from wlb_megatron.registry import PACKERS, PackerEntry
@@ -20,31 +20,31 @@ from wlb_megatron.registry import PACKERS, PackerEntry
 class DropsHalf(OriginalPacker):
     """Leaves out every other document."""
 
-    def pack(self, iteration: int, arrived: Sequence[Piece], batch: Batch, draining: bool = False) -> Packed:
-        return super().pack(iteration, arrived[::2], batch, draining)
+    def pack(self, iteration: int, arrived: Sequence[Piece], bins: int, draining: bool = False) -> Packed:
+        return super().pack(iteration, arrived[::2], bins, draining)
 
 
 class TrainsOneTwice(OriginalPacker):
     """Trains the first document in place of the second, which is as long."""
 
-    def pack(self, iteration: int, arrived: Sequence[Piece], batch: Batch, draining: bool = False) -> Packed:
-        return super().pack(iteration, [*arrived[:1], *arrived[:1], *arrived[2:]], batch, draining)
+    def pack(self, iteration: int, arrived: Sequence[Piece], bins: int, draining: bool = False) -> Packed:
+        return super().pack(iteration, [*arrived[:1], *arrived[:1], *arrived[2:]], bins, draining)
 
 
 class SkipsTokens(OriginalPacker):
     """Trains tokens [0, 2) of the first document a second time in place of the last two."""
 
-    def pack(self, iteration: int, arrived: Sequence[Piece], batch: Batch, draining: bool = False) -> Packed:
+    def pack(self, iteration: int, arrived: Sequence[Piece], bins: int, draining: bool = False) -> Packed:
         first = arrived[0]
         cut = [first._replace(end=first.end - 2), first._replace(end=2)]
-        return super().pack(iteration, [*cut, *arrived[1:]], batch, draining)
+        return super().pack(iteration, [*cut, *arrived[1:]], bins, draining)
 
 
 class IgnoresLmax(OriginalPacker):
     """Puts all micro-batches of an iteration into one."""
 
-    def pack(self, iteration: int, arrived: Sequence[Piece], batch: Batch, draining: bool = False) -> Packed:
-        grid = super().pack(iteration, arrived, batch, draining).grid
+    def pack(self, iteration: int, arrived: Sequence[Piece], bins: int, draining: bool = False) -> Packed:
+        grid = super().pack(iteration, arrived, bins, draining).grid
         pieces = tuple(piece for row in grid for micro_batch in row for piece in micro_batch.pieces)
         return Packed(((MicroBatch(pieces, 1),),))
 

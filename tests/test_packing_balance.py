@@ -11,6 +11,7 @@ from packing_oracle import (
     delays,
     imbalance,
     items_of,
+    make_job,
     make_planner,
     micro_batches,
     one_f_one_b_time,
@@ -19,7 +20,7 @@ from packing_oracle import (
 )
 
 from scripts.lengths import KINDS, lognormal, paper_like
-from scripts.reproduce.solver import solve
+from scripts.reproduce.solver import BatchesPlanner, FixedGreedyPacker, solve
 from wlb_megatron.documents.lengths import pieces_of
 from wlb_megatron.packing import sample_choices
 from wlb_megatron.packing.packer import Grid, Ranks
@@ -154,7 +155,11 @@ def test_fixed_windows_come_near_the_papers_figures():
     lengths = paper_like(60_000)
     imbalances = [np.mean([imbalance(plan) for plan in plans_of(lengths, 160, packing="original")])]
     for batches in (1, 2, 4, 8):
-        plans = plans_of(lengths, 160, packing="fixed-greedy", balance_batches=batches)
+        stream = ListStream(lengths.tolist(), endless=True)
+        job = make_job(window=WINDOW, micro_batches=4, cost=COST)
+        packer = FixedGreedyPacker(job, batches)
+        planner = BatchesPlanner(stream, packer, global_tokens=4 * WINDOW, batches=batches)
+        plans = run(planner, most=160)
         imbalances.append(np.mean([imbalance(plan) for plan in plans]))
     assert imbalances == sorted(imbalances, reverse=True)
     assert imbalances == pytest.approx([1.44, 1.41, 1.22, 1.11, 1.08], abs=0.06)

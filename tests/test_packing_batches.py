@@ -61,10 +61,7 @@ def test_a_step_schedule_has_the_sizes_of_megatrons_calculator(sizes, data):
     for _ in range(40):
         theirs.update(consumed, consistency_check=False)
         assert schedule.size(consumed) == theirs.get()
-        alike = schedule.alike(consumed, 3)
-        assert alike
-        for _ in range(alike):
-            consumed += schedule.size(consumed)
+        consumed += schedule.size(consumed)
 
 
 def test_an_interleaved_schedule_takes_what_megatrons_own_check_takes():
@@ -133,16 +130,13 @@ def growing(steps: tuple[tuple[int, int], ...], **settings: int | str) -> Planne
     return Planner(stream, made.packer, global_tokens=16 * steps[-1][1], schedule=BatchSchedule(steps))
 
 
-def test_intake_follows_the_sum_of_the_batches_and_balanced_windows_stop_where_it_changes():
+def test_intake_follows_the_sum_of_the_batches():
     planner = growing(((0, 1), (2, 3)), packing="original")
     plans = run(planner, most=5)
     assert [len(plan.micro_batches) for plan in plans] == [1, 1, 3, 3, 3]
     totals = list(accumulate(sum(piece.tokens for piece in plan.arrived) for plan in plans))
     for goal, total, plan in zip([16, 32, 80, 128, 176], totals, plans, strict=True):
         assert goal <= total < goal + plan.arrived[-1].tokens
-    plans = run(growing(((0, 2), (6, 4)), packing="fixed-greedy", balance_batches=4), most=9)
-    assert [len(plan.micro_batches) for plan in plans] == [2, 2, 2, 4, 4, 4, 4, 4, 4]
-    assert [at for at, plan in enumerate(plans) if plan.arrived] == [0, 3, 7]
 
 
 def test_sizes_not_reached_yet_may_change_at_resume_and_neither_others_nor_versions_may():

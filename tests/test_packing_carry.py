@@ -27,7 +27,6 @@ PACKINGS = [
     {"packing": "varlen", "chunks": "off", "thresholds": "24,40"},
     {"packing": "varlen", "chunks": "off", "thresholds": "none", "max_delay": 3, "max_tokens": 128},
     {"packing": "original"},
-    {"packing": "fixed-greedy", "balance_batches": 3},
 ]
 
 
@@ -144,8 +143,8 @@ def test_corpora_go_on_wherever_they_stand_in_the_blend_and_those_that_are_gone_
         corpora(("a", 1.0), ("b", 1.0)),
         corpora(*zip(words[::2], map(float, words[1::2]), strict=True)),
     )
-    before, after = planner(old, PACKINGS[3]), planner(new, PACKINGS[0])
-    first = pieces_of(before, 4)
+    before, after = planner(old, PACKINGS[0]), planner(new, PACKINGS[0])
+    first = pieces_of(before, 8)
     waited = tokens_of(waiting_in(before.state()), old)
     assert {name for name, *_ in waited} == {"a", "b"}
     carried = taken_up(before, after)
@@ -153,7 +152,7 @@ def test_corpora_go_on_wherever_they_stand_in_the_blend_and_those_that_are_gone_
     assert (carried.begun, carried.gone) == (len(names - {"a", "b"}), len({"a", "b"} - names))
     assert tokens_of(list(carried.kept), new) == Counter({k: 1 for k in waited if k[0] in names})
     assert tokens_of(list(carried.lost), old) == Counter({k: 1 for k in waited if k[0] not in names})
-    unchanged = planner(old, PACKINGS[3])
+    unchanged = planner(old, PACKINGS[0])
     unchanged.load_state(before.state())
     orders = arriving(unchanged, 40, old), arriving(after, 40, new, len(carried.kept))
     rest = orders[1].pop("trained")
@@ -250,7 +249,7 @@ def test_a_state_of_before_goes_on_by_the_order_of_now():
 
 def test_a_planner_that_has_loaded_a_state_forgets_what_waited_there():
     parts = corpora(("a", 1.0))
-    before, after = planner(parts, PACKINGS[3]), planner(parts, PACKINGS[3])
+    before, after = planner(parts, PACKINGS[0]), planner(parts, PACKINGS[0])
     pieces_of(before, 4)
     assert before.packer.waiting
     after.load_state(before.state())

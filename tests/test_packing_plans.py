@@ -120,15 +120,7 @@ def test_a_batch_spread_evens_steps_and_counts_those_in_chunks_that_exceed_it():
     assert most > 1.01 and above > 0, "no document in chunks waits"
 
 
-@pytest.mark.parametrize(
-    ("packing", "batches"),
-    [
-        (name, batches)
-        for name in QUICK_PACKINGS
-        if PACKERS[name].fixed_windows
-        for batches in ((1, 3) if "balance_batches" in PACKERS[name].settings else (1,))
-    ],
-)
+@pytest.mark.parametrize("packing", [name for name in QUICK_PACKINGS if PACKERS[name].fixed_windows])
 @settings(max_examples=50, deadline=None)
 @example(  # the last document arrived in iteration 2, and arrived again in 4
     lengths=[1] * 12 + [2] * 9 + [1],
@@ -139,19 +131,12 @@ def test_a_batch_spread_evens_steps_and_counts_those_in_chunks_that_exceed_it():
     size={"window": 24, "micro_batches": 1, "dp": 3, "pp": 1, "max_documents": 5},
 )
 @given(lengths=document_lengths(), size=SIZES)
-def test_fixed_windows_train_every_token_once_and_are_full(packing, batches, lengths, size):
-    plans = run(make_planner(lengths, **size, packing=packing, balance_batches=batches))
+def test_fixed_windows_train_every_token_once_and_are_full(packing, lengths, size):
+    plans = run(make_planner(lengths, **size, packing=packing))
     check_promises(plans, WINDOW, **limits(size))
     if size["max_documents"] == 4096:
-        for plan in plans[:-batches]:
+        for plan in plans[:-1]:
             assert all(b.tokens == WINDOW for row in plan.micro_batches for b in row)
-
-
-def test_the_solver_trains_every_token_once():
-    lengths = [(37 * i) % WINDOW + 1 for i in range(24)]
-    solver = {"packing": "fixed-solver", "balance_batches": 2}
-    plans = run(make_planner(lengths, window=WINDOW, micro_batches=2, **solver))
-    check_promises(plans, WINDOW, bins=2)
 
 
 @settings(max_examples=60, deadline=None)
@@ -188,7 +173,6 @@ def test_a_run_resumed_at_any_iteration_in_any_layout_trains_the_same_documents(
     data, lengths, bins, stop, chosen
 ):
     packings = [chosen, *({"packing": name} for name in QUICK_PACKINGS if name != "varlen")]
-    packings.append({"packing": "fixed-greedy", "balance_batches": 3, "max_documents": 7})
     packing = data.draw(st.sampled_from(packings))
 
     def planner() -> Planner:
@@ -260,7 +244,7 @@ def test_thresholds_found_on_a_sample_come_with_the_state():
     [
         (
             {"max_tokens": 29, "chunks": "off"},
-            "max_tokens of 29 is below 1.25 windows \\(30 tokens\\).*to 30 or more.*fixed-greedy",
+            "max_tokens of 29 is below 1.25 windows \\(30 tokens\\).*to 30 or more, or train in chunks",
         ),
         (
             {"max_tokens": 33, "alignment": 24, "chunks": "off"},

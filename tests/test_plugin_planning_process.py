@@ -81,7 +81,7 @@ def without_times(planned: PlannedIteration) -> tuple[Any, ...]:
     return (replace(planned, micro_batches=untimed, state=dict, plan=None), cuts, planned.state())
 
 
-@pytest.mark.parametrize("changed", [{}, {"packing": "fixed-greedy", "balance_batches": 3}])
+@pytest.mark.parametrize("changed", [{}, {"packing": "original"}])
 def test_a_process_gives_the_threads_plans_states_and_figures_to_the_end_of_the_corpus(changed, tmp_path):
     blend = corpora(tmp_path)
     planners = [planner_of(blend, endless=False, **changed) for _ in range(2)]
@@ -255,7 +255,6 @@ def test_a_process_plans_large_iterations_of_packers_that_plan_alone(tmp_path):
     assert in_a_process(planner, WlbConfig(), mean_length=2.0)
     assert not in_a_process(planner, WlbConfig(plan_process="never"), mean_length=2.0)
     assert in_a_process(planner, WlbConfig(plan_process="always"), mean_length=200.0)
-    assert in_a_process(planner, WlbConfig(balance_batches=2), mean_length=2.0)
     assert not in_a_process(planner, WlbConfig(cp_mode="dynamic"), mean_length=2.0)
 
 

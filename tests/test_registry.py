@@ -84,10 +84,10 @@ def test_a_value_that_flags_no_longer_offer_is_taken_for_another_with_a_line():
     parser = add_arguments(argparse.ArgumentParser())
     flags = ["--wlb-sharding", "hybrid", "--wlb-packing", "fixed-solver"]
     config, lines = take_instead(config_from_args(parser.parse_args(flags)))
-    assert config == replace(WlbConfig(), sharding="adaptive", packing="fixed-greedy")
+    assert config == replace(WlbConfig(), sharding="adaptive", packing="varlen")
     assert lines == [
-        "--wlb-packing fixed-solver is fixed-greedy from this release on, and will be refused from the next: write "
-        "--wlb-packing fixed-greedy (`python -m scripts.reproduce`, in a clone, compares the exact solver)",
+        "--wlb-packing fixed-solver is varlen from this release on, and will be refused from the next: write "
+        "--wlb-packing varlen (`python -m scripts.reproduce`, in a clone, compares fixed windows, balanced)",
         "--wlb-sharding hybrid is adaptive from this release on, and will be refused from the next: write "
         "--wlb-sharding adaptive",
     ]

@@ -86,15 +86,6 @@ def test_a_job_that_is_best_as_it_is_says_so(printed, tmp_path):
     assert "is faster than the job as given" in printed(f"analyze --no-split --search schedule {job}")
 
 
-def test_settings_that_are_better_are_among_the_searchs(printed, tmp_path):
-    """Windows of equal work are faster here than micro-batches of any length."""
-    np.save(tmp_path / "long.npy", np.random.default_rng(1).integers(3000, 8192, 600))
-    job = f"--lengths {tmp_path / 'long.npy'} --window 8192 --model 550M --host-launch 0 --cp 2 --tp 2"
-    out = printed(f"analyze {job} --micro-batches 4 --iterations 8 --warm-up 2 --search schedule")
-    assert "better: fixed windows, balanced: 1.0" in out and "\n1: --wlb-packing fixed-greedy\n" in out
-    assert "\nflags: --wlb-packing fixed-greedy (1.0" in out
-
-
 def _ended(*_: Any) -> None:
     os._exit(9)
 
@@ -141,4 +132,4 @@ def test_documents_are_not_sent_and_the_number_of_processes_changes_nothing(leng
         monkeypatch.setattr(os, "cpu_count", lambda cores=cores: cores)
         analysis = analyze(unsent, WlbConfig(), job, kind="schedule")
         found.append(as_json(analysis))
-    assert found[0] == found[1] and found[0]["search"]["best"] and len(found[0]["gains"]) >= 5
+    assert found[0] == found[1] and found[0]["search"]["best"] and len(found[0]["gains"]) >= 4

@@ -19,7 +19,10 @@ from wlb_megatron.registry import CP_MODES, PACKERS, SHARDINGS
 PREFIX = "wlb_"
 
 
-REMOVED = {"graph_seconds": "attention graphs are built for at most a minute before step 1"}
+REMOVED = {
+    "graph_seconds": "attention graphs are built for at most a minute before step 1",
+    "balance_batches": "no packing balances fixed windows over several global batches",
+}
 """Flags that this release takes for the last time, and says that they do nothing: name, and what happens instead."""
 
 

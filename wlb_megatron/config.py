@@ -126,12 +126,6 @@ class WlbConfig:
         "paper)",
         choices=RELEASES,
     )
-    balance_batches: int = _setting(
-        1,
-        "packings of fixed windows balance them over this many global batches (iterations)",
-        type=int,
-        within=(1, COUNT),
-    )
     cp_mode: str = _setting(
         "fixed",
         f"ranks that share a micro-batch: {choices(CP_MODES)}",

@@ -258,7 +258,7 @@ REFUSALS: tuple[Refusal, ...] = (
         ),
         "--cuda-graph-impl with varlen packing, dynamic groups, experts, growing batches or --micro-batch-size above 1",
         "a graph takes one number of tokens, but micro-batches vary in length (padding costs 5 to 28 % of a step, "
-        "graphs of MLPs give about 1 %); use --wlb-packing fixed-greedy, which fills windows, or leave graphs off",
+        "graphs of MLPs give about 1 %); use --wlb-packing original, which fills windows, or leave graphs off",
     ),
     Refusal(
         lambda a, c: _get(a, "hybrid_layer_pattern") and {*a.hybrid_layer_pattern} - {*"*-EG|/"},
@@ -445,7 +445,7 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda a, c: _get(a, "tp_comm_overlap") and not _windows(a, c),
         "--tp-comm-overlap with packing by varlen, dynamic groups or another --eval-micro-batch-size",
         "Transformer Engine's buffers take one number of tokens, but micro-batches vary in length (padding costs 37 % "
-        "of a step, the overlap gives about 2 %); use --wlb-packing fixed-greedy, which fills windows, or drop it",
+        "of a step, the overlap gives about 2 %); use --wlb-packing original, which fills windows, or drop it",
     ),
     Refusal(
         lambda a, c: any(

@@ -83,22 +83,20 @@ class KernelsEntry(Entry):
 
 
 _VARLEN = ("max_tokens", "thresholds", "max_delay", "batch_spread", "release")
-_BASELINES = "wlb_megatron.packing.baselines"
+_VARLEN_CODE = "wlb_megatron.packing.factory:make_varlen"
+_GONE = "`python -m scripts.reproduce`, in a clone, compares fixed windows, balanced"
 _CUTS = "wlb_megatron.sharding"
 
 PACKERS: dict[str, PackerEntry] = {
-    "original": PackerEntry(f"{_BASELINES}:OriginalPacker", "arrival order, windows of --seq-length"),
-    "fixed-greedy": PackerEntry(
-        f"{_BASELINES}:FixedGreedyPacker", "windows of equal work", settings=("balance_batches",)
+    "original": PackerEntry(
+        "wlb_megatron.packing.baselines:OriginalPacker", "arrival order, windows of --seq-length"
     ),
-    "fixed-solver": PackerEntry(
-        f"{_BASELINES}:FixedGreedyPacker",
-        "fixed-greedy by an exact solver",
-        instead="fixed-greedy",
-        note="`python -m scripts.reproduce`, in a clone, compares the exact solver",
-    ),
+    **{
+        name: PackerEntry(_VARLEN_CODE, "varlen", instead="varlen", note=_GONE, fixed_windows=False)
+        for name in ("fixed-greedy", "fixed-solver")
+    },
     "varlen": PackerEntry(
-        "wlb_megatron.packing.factory:make_varlen",
+        _VARLEN_CODE,
         "micro-batches of variable length",
         settings=_VARLEN,
         fixed_windows=False,

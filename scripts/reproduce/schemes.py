@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import islice
 
 from scripts.reproduce.paper import Setting
-from scripts.reproduce.solver import FixedSolverPacker
+from scripts.reproduce.solver import BatchesPlanner, FixedGreedyPacker, FixedSolverPacker
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.corpus import Lengths, Rules
 from wlb_megatron.documents.lengths import sample_lengths
@@ -86,7 +86,7 @@ def _planner(
         if packing == "varlen"
         else WlbConfig(micro_batches_per_window=count, chunks="off")
         if name == "varlen"
-        else WlbConfig(packing=name, balance_batches=int(count), solver_seconds=SOLVER_SECONDS)
+        else WlbConfig(packing="original")
     )
     packing_job = PackingJob(
         config=config,
@@ -99,11 +99,15 @@ def _planner(
         alignment=aligned,
         sample=sample_lengths(lengths, window, "split"),
     )
-    if name == "fixed-solver":
-        return Planner(
-            stream, FixedSolverPacker(packing_job), global_tokens=packing_job.bins * packing_job.window
-        )
-    return plan_job(stream, packing_job)
+    if not name.startswith("fixed"):
+        return plan_job(stream, packing_job)
+    batches, tokens = int(count), packing_job.bins * packing_job.window
+    fixed_packer = (
+        FixedSolverPacker(packing_job, batches, SOLVER_SECONDS)
+        if name == "fixed-solver"
+        else FixedGreedyPacker(packing_job, batches)
+    )
+    return BatchesPlanner(stream, fixed_packer, global_tokens=tokens, batches=batches)
 
 
 def shard_run(plans: Sequence[IterationPlan], sharding: str, model: LayerModel) -> Shards:

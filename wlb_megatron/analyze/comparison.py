@@ -320,8 +320,6 @@ def variants(config: WlbConfig, job: Job) -> Variants:
             # With chunks nothing waits, and flags that say how long are refused.
             add("long documents in chunks", replace(chunks, max_delay=None, thresholds="auto"))
     if config.cp_mode != "dynamic":
-        windows = replace(plain, packing="fixed-greedy", sharding=sharding)
-        settings.append(("fixed windows, balanced", [windows]))
         unchunked = config.chunks == "off" or layout.pipeline == 1
         if unchunked and config.batch_spread == "auto" and waits:
             settings.append((f"steps of at most {EVEN} batches", [replace(config, batch_spread=EVEN)]))

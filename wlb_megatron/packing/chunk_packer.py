@@ -23,7 +23,6 @@ import numpy.typing as npt
 
 from wlb_megatron.packing.packer import (
     ONE_RANK,
-    Batch,
     Packed,
     Ranks,
     check_settings,
@@ -87,12 +86,12 @@ class ChunkPacker(ItemPacker):
     def _by_age(self) -> list[Item]:
         return self._waiting
 
-    def pack(self, iteration: int, arrived: Sequence[Piece], batch: Batch, draining: bool = False) -> Packed:
-        self._limits = replace(self._limits, bins=batch.bins)
+    def pack(self, iteration: int, arrived: Sequence[Piece], bins: int, draining: bool = False) -> Packed:
+        self._limits = replace(self._limits, bins=bins)
         items = [*self._waiting, *self._items([Waiting(piece, iteration) for piece in arrived])]
         ranks = spread_over_ranks(by_falling_work(items), self._ranks.dp)
         share = max(sum(map(_WORK, rank)) for rank in ranks)
-        windows = batch.bins // self._ranks.dp
+        windows = bins // self._ranks.dp
         counts = self.law.counts(windows, self._per_window)
         rough = sorted(counts, key=lambda count: (self.law.estimate(count, share), count))[:TRIED]
         best_try = _Tried(_WORST, ())

@@ -68,17 +68,6 @@ class Packed(NamedTuple):
     put_back: tuple[Piece, ...] = ()
 
 
-class Batch(NamedTuple):
-    """One iteration's global batch.
-
-    bins: its micro-batches, over all ranks. iterations: for how many iterations of that size, this one included,
-    pieces arrived. With a packer of several intake_batches it is 0 if none were due.
-    """
-
-    bins: int
-    iterations: int = 1
-
-
 Times = Callable[[Sequence[IterationPlan]], npt.NDArray[np.float64]]
 """Simulated time of each plan, in nanoseconds, see simulator.job.PlanTimes."""
 
@@ -156,9 +145,6 @@ class Packer(ABC):
     """Percent of a global batch's tokens that a step should not exceed; None: no bound. It may change between two
     calls of `pack`."""
 
-    intake_batches: int = 1
-    """Global batches taken in at once at most; in the other iterations nothing arrives."""
-
     @property
     def longest_delay(self) -> int:
         """Iterations that a document may wait in a queue, to train in a fuller step; 0 if none does."""
@@ -170,13 +156,13 @@ class Packer(ABC):
         """Pieces that arrived and have not trained, oldest first."""
 
     @abstractmethod
-    def pack(self, iteration: int, arrived: Sequence[Piece], batch: Batch, draining: bool = False) -> Packed:
+    def pack(self, iteration: int, arrived: Sequence[Piece], bins: int, draining: bool = False) -> Packed:
         """One iteration's micro-batches.
 
         Args:
             arrived: pieces in stream order, none empty or longer than the window (with chunks: than the longest
                 document).
-            batch: its number of bins may grow from one iteration to the next.
+            bins: windows of this global batch, over all ranks. They may grow from one iteration to the next.
             draining: the stream has ended, so release what waits. Only then may a micro-batch be empty, and only if
                 nothing waits any more.
         """
@@ -242,7 +228,7 @@ def check_settings(saved: dict[str, Any], now: dict[str, Any]) -> None:
 
 
 def encode(waiting_pieces: Iterable[Waiting]) -> str:
-    """Waiting pieces as text for a checkpoint; fixed windows over several global batches have hundreds of thousands.
+    """Waiting pieces as text for a checkpoint.
 
     Columns epoch, document, start, end, entry as little-endian int64, compressed, in base64.
     """
@@ -267,18 +253,6 @@ def decode(saved: str | Iterable[Sequence[int]]) -> list[Waiting]:
 
 def packed_waiting(packer: Mapping[str, Any]) -> list[Waiting]:
     """What waits by a packer's state, oldest first."""
-    windows = decode_windows(packer.get("planned", ()))
-    return sorted([*decode(packer["waiting"]), *chain.from_iterable(windows)], key=lambda item: item.entry)
-
-
-def encode_windows(windows: Sequence[Sequence[Waiting]]) -> dict[str, Any]:
-    """Pieces of consecutive windows, and how many each has."""
-    return {"pieces": encode(chain.from_iterable(windows)), "sizes": [len(window) for window in windows]}
-
-
-def decode_windows(saved: dict[str, Any] | Sequence[Sequence[Sequence[int]]]) -> list[list[Waiting]]:
-    """What was encoded; or rows of each window, as states of version 2 have them."""
-    if not isinstance(saved, dict):
-        return [decode(window) for window in saved]
-    items = iter(decode(saved["pieces"]))
-    return [[next(items) for _ in range(size)] for size in saved["sizes"]]
+    if "planned" in packer:
+        raise WlbError("the state is of --wlb-packing fixed-greedy, which this release does not have")
+    return sorted(decode(packer["waiting"]), key=lambda item: item.entry)

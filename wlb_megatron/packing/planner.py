@@ -11,7 +11,7 @@ from typing import Any
 
 from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.errors import WlbError
-from wlb_megatron.packing.packer import Batch, Grid, Packer
+from wlb_megatron.packing.packer import Grid, Packer
 from wlb_megatron.pipeline.orders import groups
 from wlb_megatron.pipeline.step_law import StepLaw
 from wlb_megatron.plan import IterationPlan, MicroBatch, Piece
@@ -29,8 +29,6 @@ class Planner:
     iteration, so each takes in at least one. Example: with 10 global tokens and pieces of 4, iteration 0 takes 3
     (total 12), iteration 1 takes 2 (20).
 
-    * A packer that balances K global batches gets K iterations' pieces in each K-th iteration, or fewer if the batch
-      size changes before.
     * Pieces that a packer puts back are taken again first, and count again. The stream then runs that much slower,
       and `put_back` counts them.
     * No more pieces are taken than could train: with tiny ones, fewer tokens than asked for.
@@ -62,7 +60,6 @@ class Planner:
         self.trained = 0  # tokens of all iterations so far
         self.above_spread = 0  # iterations so far with more tokens than packer.batch_spread
         self.until: int | None = None  # samples after which the run ends
-        self._supplied = 0  # pieces were taken in up to this iteration
         self._put_back: deque[Piece] = deque()
         self._waiting = packer.waiting  # after the last plan
         self._ended = False
@@ -79,23 +76,21 @@ class Planner:
         self.trained = self.taken if trained_tokens is None else trained_tokens
         self._put_back = deque(first_pieces)
         if self.packer.waiting:  # of a state that was loaded before
-            self.packer.load_state({**self.packer.state(), "waiting": [], "planned": []})
+            self.packer.load_state({**self.packer.state(), "waiting": []})
         self._waiting = self.packer.waiting
-        self.iteration = self._supplied = self.put_back = 0
+        self.iteration = self.put_back = 0
         self._ended = False
 
     def next_iteration(self) -> IterationPlan | None:
         """The next iteration's plan, or None when a finite stream has ended and nothing waits."""
-        is_due = self.iteration >= self._supplied
-        count = self.schedule.alike(self.samples, self.packer.intake_batches) if is_due else 0
-        batch = Batch(self.schedule.size(self.samples), count)
-        last = self.until is not None and self.samples + batch.bins >= self.until
-        arrived = self._take_in(batch, all_left=last)
+        bins = self.schedule.size(self.samples)
+        last = self.until is not None and self.samples + bins >= self.until
+        arrived = self._take_in(bins, all_left=last)
         if self._ended and not arrived and not self._waiting:
             return None
-        grid, put_back = self.packer.pack(self.iteration, arrived, batch, self._ended)
+        grid, put_back = self.packer.pack(self.iteration, arrived, bins, self._ended)
         while last and (put_back or self.packer.waiting):
-            more_rows, put_back = self.packer.pack(self.iteration, put_back, batch, True)
+            more_rows, put_back = self.packer.pack(self.iteration, put_back, bins, True)
             grid += more_rows
         if put_back:
             refused_pieces = frozenset(put_back)
@@ -115,19 +110,19 @@ class Planner:
         )
         self._waiting = waiting_now
         self.iteration += 1
-        self.samples += batch.bins
+        self.samples += bins
         self.trained += trained_tokens
         spread_percent = self.packer.batch_spread
         self.above_spread += (
-            spread_percent is not None and 100 * trained_tokens > spread_percent * self._tokens(batch.bins)
+            spread_percent is not None and 100 * trained_tokens > spread_percent * self._tokens(bins)
         )
         return plan
 
-    def _take_in(self, batch: Batch, *, all_left: bool = False) -> list[Piece]:
+    def _take_in(self, bins: int, *, all_left: bool = False) -> list[Piece]:
+        """The next pieces of a global batch of so many windows; all_left: all that the stream still has."""
         arrived: list[Piece] = []
-        self._supplied += batch.iterations
-        goal = self._tokens(self.samples + batch.bins * batch.iterations)
-        piece_limit = batch.bins * batch.iterations * self.packer.most_pieces
+        goal = self._tokens(self.samples + bins)
+        piece_limit = bins * self.packer.most_pieces
         # Bound to local names, because this runs for every piece.
         taken_tokens, returned = self.taken, self._put_back
         following, arrive = self.stream.next, arrived.append
@@ -159,7 +154,7 @@ class Planner:
             "iteration": self.iteration,
             "samples": self.samples,
             "began": self.began,
-            "supplied": self._supplied,
+            "supplied": self.iteration,  # until then pieces were taken in
             "taken": self.taken,
             "trained": self.trained,
             "above_spread": self.above_spread,
@@ -188,13 +183,12 @@ class Planner:
                 "--seq-length and --micro-batch-size"
             )
         saved = BatchSchedule(tuple((int(start), int(size)) for start, size in state["batches"]))
-        samples, intake_ahead = int(state["samples"]), int(state["supplied"]) - int(state["iteration"])
-        known_samples = samples + intake_ahead * saved.size(samples)
-        if saved.before(known_samples) != self.schedule.before(known_samples):
+        samples = int(state["samples"])
+        if saved.before(samples) != self.schedule.before(samples):
             raise WlbError(
                 f"the saved plan had global batches of {_describe(saved)}, this run has "
                 f"{_describe(self.schedule)}: keep "
-                f"--global-batch-size or --step-batch-size-schedule as they were up to sample {known_samples}"
+                f"--global-batch-size or --step-batch-size-schedule as they were up to sample {samples}"
             )
         self.stream.load_state(state["stream"])
         self.packer.load_state(state["packer"])
@@ -207,7 +201,6 @@ class Planner:
         # States saved before it was counted lack it.
         self.trained = int(state.get("trained", self.taken - waiting_tokens))
         self.above_spread = int(state.get("above_spread", 0))
-        self._supplied = int(state["supplied"])
         # A run that had ended may go on for more epochs.
         self._ended = bool(state["ended"]) and self.until is None
         self.put_back = int(state["put_back_so_far"])
@@ -339,12 +332,6 @@ class BatchSchedule:
     def size(self, samples: int) -> int:
         """Micro-batches of the iteration that begins after `samples` samples."""
         return max(size for start, size in self.steps if start <= samples)
-
-    def alike(self, samples: int, limit: int) -> int:
-        """How many iterations from `samples` on have the same size as the next one, at most `limit`."""
-        size = self.size(samples)
-        change = min((start for start, _ in self.steps if start > samples), default=None)
-        return limit if change is None else min(limit, -(-(change - samples) // size))
 
     def from_now(self, samples: int) -> list[int]:
         """The next iteration's size and all later ones."""

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from scripts.reproduce.solver import BatchesPlanner
+from wlb_megatron.packing import factory
 from wlb_megatron.packing.baselines import OriginalPacker, cut_windows, freeze, price
-from wlb_megatron.packing.packer import Batch, Packed
+from wlb_megatron.packing.packer import Packed
 from wlb_megatron.packing.varlen.arrange import in_given_order
 from wlb_megatron.plan import MicroBatch, Piece, Waiting
 from wlb_megatron.plugin.micro_batches.loaded import LoadedMicroBatch
@@ -26,13 +29,11 @@ from wlb_megatron.workload.kernel_table import h100
 class SortedPacker(OriginalPacker):
     """Windows filled with the documents of 64 global batches by length; else as `original`."""
 
-    intake_batches = 64
-
-    def pack(self, iteration: int, arrived: Sequence[Piece], batch: Batch, draining: bool = False) -> Packed:
+    def pack(self, iteration: int, arrived: Sequence[Piece], bins: int, draining: bool = False) -> Packed:
         by_length = sorted(arrived, key=lambda piece: piece.tokens)
         self._waiting += (Waiting(piece, iteration) for piece in by_length)
-        windows, self._waiting = cut_windows(self._waiting, self._window, batch.bins, self._max_documents)
-        return Packed(in_given_order(freeze(windows, batch.bins, self._cost), self._ranks.dp))
+        windows, self._waiting = cut_windows(self._waiting, self._window, bins, self._max_documents)
+        return Packed(in_given_order(freeze(windows, bins, self._cost), self._ranks.dp))
 
 
 class CutPacker(OriginalPacker):
@@ -46,19 +47,19 @@ class CutPacker(OriginalPacker):
         super().__init__(*args, **kwargs)
         self.max_tokens = 2 * self._window
 
-    def pack(self, iteration: int, arrived: Sequence[Piece], batch: Batch, draining: bool = False) -> Packed:
-        packed = super().pack(iteration, arrived, batch, draining)
+    def pack(self, iteration: int, arrived: Sequence[Piece], bins: int, draining: bool = False) -> Packed:
+        packed = super().pack(iteration, arrived, bins, draining)
         pieces = [piece for row in packed.grid for micro_batch in row for piece in micro_batch.pieces]
-        bins: list[list[Piece]] = [[] for _ in range(batch.bins)]
+        contents: list[list[Piece]] = [[] for _ in range(bins)]
         for piece in sorted(pieces, key=lambda piece: -piece.tokens):
             roomy = [
                 pieces_of_bin
-                for pieces_of_bin in bins
+                for pieces_of_bin in contents
                 if _tokens(pieces_of_bin) + piece.tokens <= self.max_tokens
             ]
             min(roomy, key=lambda pieces_of_bin: price(pieces_of_bin, self._cost)).append(piece)
         micro_batches = [
-            MicroBatch(tuple(pieces_of_bin), price(pieces_of_bin, self._cost)) for pieces_of_bin in bins
+            MicroBatch(tuple(pieces_of_bin), price(pieces_of_bin, self._cost)) for pieces_of_bin in contents
         ]
         return Packed(in_given_order(micro_batches, self._ranks.dp), packed.put_back)
 
@@ -73,13 +74,15 @@ CONTROLS = {"sorted": SortedPacker, "cut": CutPacker}
 @contextmanager
 def packing_of(arm: str) -> Iterator[None]:
     """Within it `--wlb-packing original` is this arm's packer, if the arm has one of its own."""
-    usual = PACKERS["original"]
+    usual, planner = PACKERS["original"], factory.Planner
     if arm in CONTROLS:
         PACKERS["original"] = PackerEntry(f"{__name__}:{CONTROLS[arm].__name__}", arm)
+    if arm == "sorted":
+        factory.Planner = partial(BatchesPlanner, batches=64)  # type: ignore[misc, assignment]
     try:
         yield
     finally:
-        PACKERS["original"] = usual
+        PACKERS["original"], factory.Planner = usual, planner  # type: ignore[misc]
 
 
 def unmasked(batch: LoadedMicroBatch) -> LoadedMicroBatch:

@@ -31,7 +31,7 @@ import numpy as np
 from scripts.bench.start import new_parser
 from scripts.csv_files import write_csv
 from scripts.lengths import lognormal, paper_like
-from scripts.reproduce.solver import FixedSolverPacker
+from scripts.reproduce.solver import FixedGreedyPacker, FixedSolverPacker, repeating_batches
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.lengths import pieces_of, sample_lengths
 from wlb_megatron.packing.factory import make_packer
@@ -86,7 +86,7 @@ class Case:
     def run(self, tick: Callable[[], None]) -> dict[str, Any]:
         lengths = pieces_of(self.lengths, self.window, "split")
         timed: Any = Timed(self.packer(sample_lengths(lengths, self.window, "split")))
-        planner = repeating_planner(lengths, timed, self.bins * self.window)
+        planner = repeating_batches(lengths, timed, self.bins * self.window)
         seen = Seen()
         gaps: list[Any] = []
         for _ in range(self.iterations):
@@ -161,9 +161,12 @@ def configured(window: int = WINDOW, bins: int = 4, **settings: Any) -> Callable
     )
 
 
-def exact(batches: int, seconds: float) -> Callable[[Sequence[int]], Packer]:
-    config = WlbConfig(balance_batches=batches, solver_seconds=seconds)
-    return lambda _: FixedSolverPacker(PackingJob(config, COST, window=WINDOW, micro_batches=4))
+def fixed(batches: int, seconds: float | None = None) -> Callable[[Sequence[int]], Packer]:
+    """Fixed windows over so many global batches, balanced greedily or by the solver in `seconds`."""
+    job = PackingJob(WlbConfig(), COST, window=WINDOW, micro_batches=4)
+    return lambda _: (
+        FixedGreedyPacker(job, batches) if seconds is None else FixedSolverPacker(job, batches, seconds)
+    )
 
 
 def plain(
@@ -181,11 +184,9 @@ def paper_cases(lengths: np.ndarray) -> Iterator[Case]:
     half, double = WINDOW * 3 // 2, WINDOW * 2
     yield case("original", configured(packing="original"))
     for batches in (1, 2, 4, 8):
-        yield case(
-            f"fixed-greedy over {batches}", configured(packing="fixed-greedy", balance_batches=batches), 496
-        )
+        yield case(f"fixed-greedy over {batches}", fixed(batches), 496)
     for batches, seconds in ((1, 0.2), (2, 1.0), (4, 4.0)):
-        yield case(f"fixed-solver over {batches}, {seconds} s", exact(batches, seconds), 64)
+        yield case(f"fixed-solver over {batches}, {seconds} s", fixed(batches, seconds), 64)
     yield case("plain queues 64K, latest 16", plain([65536], 16, half))
     for latest, capacity, name in ((16, half, ""), (8, half, ""), (16, double, ", Lmax 2 windows")):
         yield case(f"plain queues 48K 88K, latest {latest}{name}", plain([49152, 90112], latest, capacity))
@@ -231,8 +232,7 @@ def _log_normal(sizes: Sequence[tuple[int, int, int]]) -> Iterator[dict[str, Any
         mean = bins * window / documents
         iterations = max(6, min(200, 200_000 // documents))
         lengths = lognormal(documents * (iterations + 1), seed=1, mean=mean, sigma=1.2, max_tokens=window)
-        for packing in ("fixed-greedy", "varlen"):
-            yield _time(packing, "log-normal", lengths, bins, window, iterations)
+        yield _time("varlen", "log-normal", lengths, bins, window, iterations)
 
 
 def _time(

@@ -4,7 +4,7 @@ python -m scripts.bench.training.bench_4d 8 --script ../Megatron-LM/pretrain_gpt
 
 A GPT of about 1.5B parameters (32 layers of 2048), full recompute, on text cut to long-tailed lengths. Layouts are
 TP,CP,PP,DP. Schemes: stock (Megatron without the plugin and without a document mask, another task: its loss does not
-compare), plain (arrival order, per-sequence, right mask), greedy (balanced windows), paper (two outlier queues released
+compare), plain (arrival order, per-sequence, right mask), paper (two outlier queues released
 when full, per-document shards), one, two, four (whole documents, so many micro-batches a window), whole (whole
 documents, as many micro-batches as the plan wants), nodelay (that, none delayed), chunks (long documents in chunks),
 ours (the defaults). Endings: none (no layer is recomputed), full (all, by the flags), vpp2 (two virtual stages).
@@ -63,7 +63,6 @@ def schemes(window: int) -> dict[str, list[str]]:
     return {
         "stock": STOCK,
         "plain": PLAIN,
-        "greedy": ["--wlb-packing", "fixed-greedy", "--wlb-sharding", "per-sequence"],
         "paper": ["--wlb-release", "full", "--wlb-thresholds", levels, "--wlb-sharding", "per-document"],
         "one": [*whole, "--wlb-micro-batches-per-window", "1"],
         "two": [*whole, "--wlb-micro-batches-per-window", "2"],
@@ -108,7 +107,7 @@ def main() -> None:
     parser.add_argument(
         "--layouts", nargs="+", help="TP,CP,PP,DP, several (default: those for this many GPUs)"
     )
-    parser.add_argument("--schemes", default="stock,plain,greedy,paper,ours", help="comma list")
+    parser.add_argument("--schemes", default="stock,plain,paper,ours", help="comma list")
     add_corpus(parser)
     add_training(parser, iterations=38, warm_up=8)
     parser.add_argument("--seq-length", type=int, default=131072, help="window (tokens)")

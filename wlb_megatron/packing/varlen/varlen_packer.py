@@ -13,7 +13,6 @@ from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.packer import (
     ONE_RANK,
-    Batch,
     Grid,
     Packed,
     Ranks,
@@ -83,8 +82,7 @@ def lmax(config: WlbConfig, window: int, alignment: int = 1) -> int:
         raise WlbError(
             f"{whose}{multiples} is below 1.25 windows ({least_tokens} tokens), too short to pack uncut documents "
             "without an ever longer queue: set --wlb-max-tokens to "
-            f"{-(-least_tokens // alignment) * alignment} or more, train in chunks (--wlb-chunks on), or use "
-            "--wlb-packing fixed-greedy"
+            f"{-(-least_tokens // alignment) * alignment} or more, or train in chunks (--wlb-chunks on)"
         )
     return tokens
 
@@ -134,9 +132,9 @@ class VarlenPacker(ItemPacker):
     def _by_age(self) -> list[Item]:
         return sorted([*self._left, *self._queues], key=lambda item: item.serial)
 
-    def pack(self, iteration: int, arrived: Sequence[Piece], batch: Batch, draining: bool = False) -> Packed:
+    def pack(self, iteration: int, arrived: Sequence[Piece], bins: int, draining: bool = False) -> Packed:
         # Batches only grow, so every piece that was promised to train in time still can.
-        self._limits = replace(self._limits, bins=batch.bins)
+        self._limits = replace(self._limits, bins=bins)
         due_items = self._limits.must_go(self._by_age(), iteration)
         leftovers, self._left = self._left, []
         short_items = self._take_in(arrived, iteration)

@@ -38,9 +38,8 @@ DAMAGE = (LookupError, TypeError, AttributeError, ArithmeticError, StopIteration
 @dataclass(slots=True)
 class PackingStates:
     """loaded_state: the checkpoint's that Megatron has loaded; None if it has none, empty if it is damaged. text: the
-    same as it was saved. make_next: makes the next checkpoint's, None before training. It is called when one is saved:
-    with fixed windows over several global batches the state is megabytes. make_unapplied: makes that of the iteration
-    whose gradients are there but not yet applied.
+    same as it was saved. make_next: makes the next checkpoint's, None before training. make_unapplied: makes that of
+    the iteration whose gradients are there but not yet applied.
     """
 
     loaded_state: dict[str, Any] | None = None
