@@ -55,7 +55,7 @@ ANALYZE = values(
             --kernel-table h200""",
         f"{NO_HOST} --thresholds auto": "--packing original",
         f"{NO_HOST} --chunks on": "--use-megatron-fsdp --use-torch-fsdp2",
-        WHOLE: """--micro-batches-per-window 2 --micro-batch-cost 5000 --release full --quadratic-at 16
+        WHOLE: """--micro-batches-per-window 2 --micro-batch-cost 5000 --quadratic-at 16
             --document-cost 500 --max-documents 3""",
         WAITING: "--max-tokens 240 --max-delay 0 --thresholds none --batch-spread 1",
         f"{FULL} --wlb-recompute off": "--recompute-method block",
@@ -144,7 +144,7 @@ INSPECT = values(
         "--pp 2 --micro-batches-per-window 1.5": "--vpp 2",
         "--thresholds auto": "--packing original",
         FREE_MICRO_BATCHES: "--micro-batch-cost 99999",
-        "--thresholds 20": "--max-delay 0 --batch-spread 1 --release full",
+        "--thresholds 20": "--max-delay 0 --batch-spread 1",
         KNOWN: """--model 7B --num-layers 8 --recompute selective --recompute-method block
             --recompute-num-layers 2 --wlb-recompute off --gpu-memory 40 --memory-margin 0.2""",
         OWN: """--hidden-size 2048 --num-attention-heads 16 --num-query-groups 2 --kv-channels 256
@@ -293,7 +293,6 @@ inspect --model 7B --gpu-memory 80 --wlb-recompute off => changes nothing withou
 {} --solver-seconds 2 => changes nothing without --cp-mode dynamic
 {} --packing original --thresholds 9 => changes nothing without --packing varlen
 {} --packing original --max-delay 3 => changes nothing without --packing varlen
-{} --release full --micro-batches-per-window 2 => changes nothing without --release balance
 analyze --moe-router-topk 2 => --moe-router-topk needs --num-experts
 # what cannot be trained
 analyze --num-experts 4 --moe-router-load-balancing-type aux_loss --cp-mode dynamic => a router's loss

@@ -20,6 +20,7 @@ from packing_oracle import (
 )
 
 from scripts.lengths import KINDS, lognormal, paper_like
+from scripts.reproduce.schemes import PaperPacker
 from scripts.reproduce.solver import BatchesPlanner, FixedGreedyPacker, solve
 from wlb_megatron.documents.lengths import pieces_of
 from wlb_megatron.packing import sample_choices
@@ -28,7 +29,6 @@ from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.sample_choices import DELAY_BOUND, find_thresholds
 from wlb_megatron.packing.varlen.arrange import assign_ranks, improve_bins, in_given_order
 from wlb_megatron.packing.varlen.items import Bins, Item, Limits, by_falling_work
-from wlb_megatron.packing.varlen.varlen_packer import VarlenPacker
 from wlb_megatron.plan import IterationPlan, MicroBatch, Piece
 from wlb_megatron.workload.cost_model import CostModel
 
@@ -167,7 +167,7 @@ def test_fixed_windows_come_near_the_papers_figures():
 
 def test_a_level_releases_when_it_holds_as_many_as_there_are_micro_batches():
     limits = Limits(bins=2, window=16, capacity=32, max_documents=99, max_delay=50)
-    packer = VarlenPacker(CostModel(8), limits, [10], by_balance=False)
+    packer = PaperPacker(CostModel(8), limits, [10])
     planner = Planner(
         ListStream([16, 2, 2, 2, 2, 8, 2, 2, 2, 2, 2, 2, 2, 2, 12, 4, 4, 4]), packer, global_tokens=32
     )

@@ -60,7 +60,6 @@ varlen_settings = st.fixed_dictionaries(
         "max_tokens": st.integers(WINDOW * 5 // 4, 3 * WINDOW),
         "max_delay": st.integers(0, 6),
         "thresholds": st.sampled_from(["auto", "none", "12", "6,13,24", "1"]),
-        "release": st.sampled_from(["balance", "full"]),
         "batch_spread": st.sampled_from(["auto", "none", "1", "1.2"]),
     }
 )

@@ -14,7 +14,7 @@ from wlb_megatron.errors import PREFIX
 
 MOE = "--num-experts 4 --moe-router-topk 2"
 VIRTUAL = "--pipeline-model-parallel-size 4 --num-layers 8 --num-layers-per-virtual-pipeline-stage 1"
-CHOICES = "packing best,sharding best,release never,overlong keep,cp-mode some,rehearsal maybe"
+CHOICES = "packing best,sharding best,overlong keep,cp-mode some,rehearsal maybe"
 SIZES = "global-batch-size seq-length context-parallel-size eval-interval log-interval"
 WRONG: dict[str, str] = {
     **{f"--wlb-{choice}": "invalid choice" for choice in CHOICES.split(",")},
@@ -94,7 +94,6 @@ WRONG: dict[str, str] = {
     "--context-parallel-size 3": "divisible",
     "--tensor-model-parallel-size 2": "divisible",
     f"{VIRTUAL} --global-batch-size 6 --wlb-packing original": "rank 6 micro-batches.*groups of 4.*: 8 would do",
-    f"{VIRTUAL} --eval-iters 1 --eval-global-batch-size 3 --wlb-release full": "eval-global-batch-size.*: 4 would do",
     f"{VIRTUAL} --microbatch-group-size-per-virtual-pipeline-stage 3": "3 is below the 4 pipeline stages",
     "--step-batch-size-schedule 0:4": "error: Megatron refuses these flags: .*--step-batch-size-schedule",
     "--ddp-average-in-collective": "drop --ddp-average-in-collective",

@@ -38,7 +38,6 @@ def planner_of(
 
 CONFIGS = {
     "delayed": WlbConfig(max_delay=4, thresholds="12,20", chunks="off"),
-    "paper's release": WlbConfig(release="full", thresholds="12,20", max_delay=9, chunks="off"),
     "whole": WlbConfig(max_delay=0, chunks="off"),
     "chunks": WlbConfig(chunks="on"),
 }

@@ -78,7 +78,6 @@ def test_a_resumed_run_splits_where_the_saved_one_did_and_one_that_can_hold_less
     [
         ({"chunks": "off"}, "--wlb-overlong chunk cannot be combined with --wlb-chunks off"),
         ({"packing": "original"}, "--wlb-overlong chunk needs --wlb-packing varlen"),
-        ({"release": "full"}, "--wlb-overlong chunk cannot be combined with --wlb-release full"),
     ],
 )
 def test_it_is_refused_where_there_are_no_chunks(flags, message):

@@ -22,6 +22,7 @@ PREFIX = "wlb_"
 REMOVED = {
     "graph_seconds": "attention graphs are built for at most a minute before step 1",
     "balance_batches": "no packing balances fixed windows over several global batches",
+    "release": "outlier queues release the documents that balance best",
 }
 """Flags that this release takes for the last time, and says that they do nothing: name, and what happens instead."""
 
@@ -318,8 +319,8 @@ def idle(config: WlbConfig) -> dict[str, str]:
         for setting, by in requirements.items()
         if setting not in used
     }
-    if config.release != "balance" or config.cp_mode != "fixed":
-        idle_settings["micro_batches_per_window"] = "--release balance and --cp-mode fixed"
+    if config.cp_mode != "fixed":
+        idle_settings["micro_batches_per_window"] = "--cp-mode fixed"
     return idle_settings
 
 

@@ -48,7 +48,6 @@ def _within(number: Callable[[str], Number], kind: str, low: float, high: float)
 
 
 TOKEN_WEIGHTS = ("auto", "step", "equal")
-RELEASES = ("balance", "full")
 OVERLONG = ("split", "truncate", "drop", "chunk")
 
 
@@ -118,13 +117,6 @@ class WlbConfig:
         "and has none if it began before this flag), none, or a number from 1. Documents that must train by "
         "--wlb-max-delay, and those in chunks, may exceed it; the log counts such steps. In simulation 1.5 costs up to "
         "half a percent of the tokens a second, and 1.25 one percent, where whole documents wait",
-    )
-    release: str = _setting(
-        "balance",
-        "when an outlier queue releases documents: balance (those that make this iteration's micro-batches most even, "
-        "weighed against their delay), full (one for each micro-batch once it holds that many, as in the WLB-LLM "
-        "paper)",
-        choices=RELEASES,
     )
     cp_mode: str = _setting(
         "fixed",

@@ -196,12 +196,9 @@ REFUSALS: tuple[Refusal, ...] = (
         "--moe-router-enable-expert-bias, or use --wlb-cp-mode fixed",
     ),
     Refusal(
-        lambda a, c: (
-            c.micro_batches_per_window not in ("auto", "1")
-            and (c.cp_mode == "dynamic" or c.release == "full")
-        ),
-        "--wlb-micro-batches-per-window with --wlb-cp-mode dynamic or --wlb-release full",
-        "dynamic groups choose the number of micro-batches, and the paper's release uses one per window; leave it out",
+        lambda a, c: c.micro_batches_per_window not in ("auto", "1") and c.cp_mode == "dynamic",
+        "--wlb-micro-batches-per-window with --wlb-cp-mode dynamic",
+        "dynamic groups choose the number of micro-batches; leave it out",
     ),
     Refusal(
         lambda a, c: c.overlong == "chunk" and (c.chunks == "off" or c.fixed_windows),

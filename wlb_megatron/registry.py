@@ -82,7 +82,7 @@ class KernelsEntry(Entry):
     by_size: bool = False
 
 
-_VARLEN = ("max_tokens", "thresholds", "max_delay", "batch_spread", "release")
+_VARLEN = ("max_tokens", "thresholds", "max_delay", "batch_spread")
 _VARLEN_CODE = "wlb_megatron.packing.factory:make_varlen"
 _GONE = "`python -m scripts.reproduce`, in a clone, compares fixed windows, balanced"
 _CUTS = "wlb_megatron.sharding"

@@ -17,6 +17,7 @@ from wlb_megatron.packing.factory import plan_job
 from wlb_megatron.packing.packer import PackingJob, Ranks
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.varlen.items import Limits
+from wlb_megatron.packing.varlen.release import ReleaseChoice, Situation
 from wlb_megatron.packing.varlen.varlen_packer import VarlenPacker, lmax
 from wlb_megatron.plan import IterationPlan
 from wlb_megatron.sharding.cut import cut_plans, predict_all, shard_all
@@ -34,6 +35,16 @@ UNBOUNDED = 1_000_000
 
 SOLVER_SECONDS = 0.05
 """Of the exact solver, for one plan, in its deterministic time."""
+
+
+class PaperPacker(VarlenPacker):
+    """WLB-LLM's algorithm: outliers train when their level is full. Here, a level of which a document is due gives
+    what it has, too: alone it would stand out."""
+
+    def _choose(self, must: ReleaseChoice, now: Situation) -> ReleaseChoice:
+        bins, levels = self._limits.bins, self._queues.levels
+        giving = [len(level) >= bins or count > 0 for level, count in zip(levels, must.counts, strict=True)]
+        return self._release_levels(must, now, giving)
 
 
 def plan_run(
@@ -79,7 +90,7 @@ def _planner(
             max_delay=UNBOUNDED,
         )
         thresholds = [int(share * window) for share in QUEUES[int(count)]]
-        packer = VarlenPacker(cost, limits, thresholds, Ranks(layout.data), by_balance=False)
+        packer = PaperPacker(cost, limits, thresholds, Ranks(layout.data))
         return Planner(stream, packer, global_tokens=limits.bins * window)
     config = (
         WlbConfig(micro_batches_per_window=per_window)

@@ -311,7 +311,7 @@ def variants(config: WlbConfig, job: Job) -> Variants:
     add("packing of whole documents", undelayed)
     if waits:
         add("delay of long documents", base)
-    if layout.pipeline > 1 and number != "1" and config.release == "balance":
+    if layout.pipeline > 1 and number != "1":
         undelayed = replace(undelayed, micro_batches_per_window=number)
         delayed = replace(undelayed, max_delay=config.max_delay, thresholds=config.thresholds)
         add("number of micro-batches", undelayed, delayed if waits else undelayed)

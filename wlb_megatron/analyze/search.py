@@ -214,7 +214,7 @@ def schedules(start: Candidate) -> list[Candidate]:
 def micro_batch_counts(candidate: Candidate) -> list[Candidate]:
     """Other numbers of micro-batches for each window."""
     config = candidate.config
-    if config.fixed_windows or config.release != "balance" or candidate.job.model.layout.pipeline == 1:
+    if config.fixed_windows or candidate.job.model.layout.pipeline == 1:
         return []
     counts = [count for count in PER_WINDOW if count != config.micro_batches_per_window]
     return [replace(candidate, config=replace(config, micro_batches_per_window=count)) for count in counts]

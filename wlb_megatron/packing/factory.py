@@ -114,7 +114,6 @@ def make_varlen(job: PackingJob) -> Packer:
             thresholds,
             on,
             per_window=per_window,
-            by_balance=config.release == "balance",
             adopt_thresholds=thresholds_set is None,
             # Lmax need not be a multiple of the alignment; its padded size must fit.
             adopt_capacity=job.adopt_max_tokens // alignment * alignment,
@@ -193,7 +192,7 @@ def plan_job(
 
 def most_micro_batches(packer: Packer, config: WlbConfig, windows: int) -> int:
     """The most micro-batches into which a rank's windows are packed."""
-    if config.fixed_windows or config.release == "full" or config.cp_mode == "dynamic":
+    if config.fixed_windows or config.cp_mode == "dynamic":
         return windows
     return packer.law.counts(windows, per_window_of(config), always=isinstance(packer, ChunkPacker))[-1]
 

@@ -287,11 +287,6 @@ def settings_refused(config: WlbConfig) -> list[tuple[str, str]]:
             "groups take whole documents; use --wlb-cp-mode fixed",
         ),
         (
-            config.release == "full",
-            "--wlb-release full",
-            "it is the paper's release of whole documents; leave it out",
-        ),
-        (
             bool(config.max_delay),
             f"--wlb-max-delay {config.max_delay}",
             "documents in chunks never wait; leave it out",

@@ -204,9 +204,9 @@ def number_in(text: str, limit: float, message: str) -> float:
 def per_window_of(config: WlbConfig) -> float | None:
     """Micro-batches per window of a packer of variable length; None for as many as give the least predicted step.
 
-    The paper's release works only with one. Dynamic groups decide by themselves how many micro-batches there are.
+    Dynamic groups decide by themselves how many micro-batches there are.
     """
-    if config.release == "full" or config.cp_mode == "dynamic":
+    if config.cp_mode == "dynamic":
         return 1
     return read_per_window(config.micro_batches_per_window)
 

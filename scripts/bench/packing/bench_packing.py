@@ -31,6 +31,7 @@ import numpy as np
 from scripts.bench.start import new_parser
 from scripts.csv_files import write_csv
 from scripts.lengths import lognormal, paper_like
+from scripts.reproduce.schemes import PaperPacker
 from scripts.reproduce.solver import FixedGreedyPacker, FixedSolverPacker, repeating_batches
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.lengths import pieces_of, sample_lengths
@@ -38,7 +39,6 @@ from wlb_megatron.packing.factory import make_packer
 from wlb_megatron.packing.packer import Packer, PackingJob
 from wlb_megatron.packing.sample_choices import repeating_planner
 from wlb_megatron.packing.varlen.items import Limits
-from wlb_megatron.packing.varlen.varlen_packer import VarlenPacker
 from wlb_megatron.pipeline.kept_layers import Load, plan_kept_layers
 from wlb_megatron.pipeline.orders import grouped_orders
 from wlb_megatron.plan import IterationPlan, Piece
@@ -174,7 +174,7 @@ def plain(
 ) -> Callable[..., Packer]:
     """The paper's algorithm as it stands: a level goes when it is full; with the bound on delay."""
     limits = Limits(bins=4, window=window, capacity=capacity, max_documents=4096, max_delay=delay)
-    return lambda sample: VarlenPacker(COST, limits, thresholds, by_balance=False)
+    return lambda sample: PaperPacker(COST, limits, thresholds)
 
 
 def paper_cases(lengths: np.ndarray) -> Iterator[Case]:

@@ -4,10 +4,10 @@ python -m scripts.bench.training.bench_4d 8 --script ../Megatron-LM/pretrain_gpt
 
 A GPT of about 1.5B parameters (32 layers of 2048), full recompute, on text cut to long-tailed lengths. Layouts are
 TP,CP,PP,DP. Schemes: stock (Megatron without the plugin and without a document mask, another task: its loss does not
-compare), plain (arrival order, per-sequence, right mask), paper (two outlier queues released
-when full, per-document shards), one, two, four (whole documents, so many micro-batches a window), whole (whole
-documents, as many micro-batches as the plan wants), nodelay (that, none delayed), chunks (long documents in chunks),
-ours (the defaults). Endings: none (no layer is recomputed), full (all, by the flags), vpp2 (two virtual stages).
+compare), plain (arrival order, per-sequence, right mask), one, two, four (whole documents, so many micro-batches a
+window), whole (whole documents, as many micro-batches as the plan wants), nodelay (that, none delayed), chunks (long
+documents in chunks), ours (the defaults). Endings: none (no layer is recomputed), full (all, by the flags), vpp2 (two
+virtual stages).
 
 All have the same data, seed and global batch. A run's log, its figures of each iteration and the table are written as
 it ends, so that a call cut short keeps what it has; run again with other --layouts, the table takes in what is there.
@@ -56,14 +56,12 @@ LAYOUTS = {
 """TP,CP,PP,DP for each number of GPUs."""
 
 
-def schemes(window: int) -> dict[str, list[str]]:
+def schemes() -> dict[str, list[str]]:
     """Name: flags."""
     whole = ["--wlb-chunks", "off"]
-    levels = f"{window * 3 // 8},{window * 11 // 16}"
     return {
         "stock": STOCK,
         "plain": PLAIN,
-        "paper": ["--wlb-release", "full", "--wlb-thresholds", levels, "--wlb-sharding", "per-document"],
         "one": [*whole, "--wlb-micro-batches-per-window", "1"],
         "two": [*whole, "--wlb-micro-batches-per-window", "2"],
         "four": [*whole, "--wlb-micro-batches-per-window", "4"],
@@ -107,7 +105,7 @@ def main() -> None:
     parser.add_argument(
         "--layouts", nargs="+", help="TP,CP,PP,DP, several (default: those for this many GPUs)"
     )
-    parser.add_argument("--schemes", default="stock,plain,paper,ours", help="comma list")
+    parser.add_argument("--schemes", default="stock,plain,ours", help="comma list")
     add_corpus(parser)
     add_training(parser, iterations=38, warm_up=8)
     parser.add_argument("--seq-length", type=int, default=131072, help="window (tokens)")
@@ -145,7 +143,7 @@ def main() -> None:
         tp, cp, pp, dp = map(int, layout.split(","))
         if tp * cp * pp * dp != options.gpus:
             parser.error(f"layout {layout} (TP,CP,PP,DP) does not use {options.gpus} GPUs")
-    known = schemes(options.seq_length)
+    known = schemes()
     if unknown := [name for name in options.schemes.split(",") if name not in known]:
         parser.error(f"unknown schemes {', '.join(unknown)}: choose of {', '.join(known)}")
 
@@ -161,7 +159,7 @@ def main() -> None:
 def measure(layout: str, scheme: str, prefix: Path, options: argparse.Namespace) -> None:
     """Train a scheme in a layout, keep its figures, and print the table of all that are there."""
     label = f"{layout.replace(',', '-')}_{scheme}"
-    flags = flags_of(layout) + schemes(options.seq_length)[scheme]
+    flags = flags_of(layout) + schemes()[scheme]
     if "none" in scheme:
         options = argparse.Namespace(**{**vars(options), "extra": options.extra.replace(RECOMPUTE, "")})
     result = {

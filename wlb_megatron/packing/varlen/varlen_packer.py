@@ -92,8 +92,8 @@ class VarlenPacker(ItemPacker):
 
     In a call of `pack`, short documents and leftovers are ready, and outliers wait in their queues. First go the
     pieces that the bound on delay demands. Then every level that holds as many as there are micro-batches. Then the
-    outliers that balance best (release.py; `by_balance=False` skips this and is the paper's algorithm). Then the
-    leftovers, then the short documents, by falling work. What does not fit is left over, and ages.
+    outliers that balance best (release.py). Then the leftovers, then the short documents, by falling work. What does
+    not fit is left over, and ages.
 
     The bound holds for any lengths: see items.py. If documents arrive faster than micro-batches of `capacity`
     tokens can take uncut ones (for example with lengths just above half of it), the newest are put back.
@@ -107,7 +107,6 @@ class VarlenPacker(ItemPacker):
         ranks: Ranks = ONE_RANK,
         *,
         per_window: float | None = 1,
-        by_balance: bool = True,
         adopt_thresholds: bool = False,
         adopt_capacity: int = 0,
     ) -> None:
@@ -115,7 +114,6 @@ class VarlenPacker(ItemPacker):
         `adopt_thresholds`, and its own Lmax, too, up to `adopt_capacity` tokens."""
         super().__init__(cost, limits, ranks, per_window)
         self.most_pieces = limits.max_documents * most_per_window(self.law, per_window)
-        self._by_balance = by_balance
         self._adopt_thresholds = adopt_thresholds
         self._adopt_capacity = adopt_capacity
         self._queues = OutlierQueues(thresholds)
@@ -202,11 +200,8 @@ class VarlenPacker(ItemPacker):
         due_items, counts, leftovers, short_items = ready
         bins, left_over = self._place_due(due_items, self._limits.bins)
         now = self._situation(iteration, leftovers + short_items)
-        choice = self._release_levels(ReleaseChoice(counts, bins), now)
-        if self._by_balance:
-            choice = choose_release(self._queues, choice, now)
-        bins = choice.bins
-        self._queues.release(choice.counts)
+        counts, bins = self._choose(ReleaseChoice(counts, bins), now)
+        self._queues.release(counts)
         for _ in range(
             min(self._limits.bins - len(bins.items) - len(leftovers) - len(short_items), len(self._queues))
         ):
@@ -246,14 +241,19 @@ class VarlenPacker(ItemPacker):
             left_over = [item for item in due_items if not bins.add_shortest(item)]
         return bins, left_over
 
-    def _release_levels(self, must: ReleaseChoice, now: Situation) -> ReleaseChoice:
-        """A level that holds as many as there are bins gives one to each. Without a choice by balance, one of which
-        a document is due gives what it has, too: alone it would stand out."""
+    def _choose(self, must: ReleaseChoice, now: Situation) -> ReleaseChoice:
+        """What trains now: the due documents, already placed, what full levels give, and what balances best."""
+        full_levels = [len(level) >= self._limits.bins for level in self._queues.levels]
+        return choose_release(self._queues, self._release_levels(must, now, full_levels), now)
+
+    def _release_levels(
+        self, must: ReleaseChoice, now: Situation, giving_levels: Sequence[bool]
+    ) -> ReleaseChoice:
+        """These levels give one to each bin, or what they have."""
         counts, bins = must
         room = now.most_tokens - sum(bins.tokens)
         for i, level in enumerate(self._queues.levels):
-            is_full = len(level) >= self._limits.bins
-            wanted_count = self._limits.bins if is_full or (counts[i] and not self._by_balance) else 0
+            wanted_count = self._limits.bins if giving_levels[i] else 0
             for item in islice(level, counts[i], wanted_count):
                 if item.tokens > room or not bins.add(item):
                     break
@@ -317,5 +317,5 @@ class VarlenPacker(ItemPacker):
             "max_delay": self._limits.max_delay,
             "max_documents": self._limits.max_documents,
             "thresholds": list(self._queues.thresholds),
-            "release": "balance" if self._by_balance else "full",
+            "release": "balance",  # states of releases before may have another one
         }

@@ -393,8 +393,7 @@ def _decreased(args: Any) -> bool:
 def plan_decides(config: WlbConfig, *, evaluation: bool = False) -> bool:
     """Whether the plan makes as many micro-batches of a rank's windows as the interleaved schedule takes, whatever
     their number. Evaluation is packed by varlen and by fixed groups whatever trains."""
-    trains = not config.fixed_windows and config.cp_mode == "fixed"
-    return config.release == "balance" and (evaluation or trains)
+    return evaluation or (not config.fixed_windows and config.cp_mode == "fixed")
 
 
 def misfit(size: int, sizes: Layout, micro_batch_size: int = 1, *, by_plan: bool = False) -> str | None:
