@@ -162,7 +162,7 @@ def test_a_changed_corpus_is_refused_with_what_changed(stopped, tmp_path):
 def test_a_changed_blend_window_and_packing_are_taken_up_and_go_on_when_queued_again(
     corpus, whole, stopped, tmp_path
 ):
-    """Annealing and context extension after iteration 2. What waited trains first, the corpus goes on: together with
+    """Annealing and context extension after iteration 2. What waited trains first, the corpus begins an epoch: with
     what trained before, each of its tokens once an epoch. The same command goes on from its own checkpoint."""
     write_corpus(tmp_path / "other", [7, 90, 33, 120, 5, 64, 50] * 4, seed=1)
     out, saved = tmp_path / "changed", tmp_path / "saved"
@@ -174,7 +174,7 @@ def test_a_changed_blend_window_and_packing_are_taken_up_and_go_on_when_queued_a
     )
     said = output_of([*arguments, "--load", str(stopped)], 2, out=out)
     assert "takes up the document order at sample 8: the saved plan has windows of 64 tokens" in said
-    assert "corpora: 1 go on where they stood, 1 are new" in said
+    assert "corpora: 1 begin an epoch, 1 are new" in said
     ranks = read_ranks(out, 2)
     before = [piece for iteration, piece in trained(whole) if iteration < 2]
     after = [piece for _, piece in trained(ranks)]

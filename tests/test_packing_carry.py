@@ -173,12 +173,10 @@ RULES = [(window, overlong) for window in (32, 64, 96, 320) for overlong in POLI
 @settings(deadline=None, max_examples=80)
 @given(
     lengths=st.lists(st.integers(0, 300), min_size=5, max_size=40),
-    rules=st.lists(st.sampled_from(RULES), min_size=2, max_size=4),
+    rules=st.lists(st.sampled_from(RULES), min_size=2, max_size=4, unique=True),
     stops=st.lists(st.integers(1, 5), min_size=3, max_size=3),
-    version=st.sampled_from([2, 3, 3]),
 )
-def test_with_other_windows_within_an_epoch_every_token_trains_once(lengths, rules, stops, version):
-    """Once at most where long documents are truncated or dropped in a part of the epoch."""
+def test_with_another_window_what_waited_trains_and_the_next_epoch_begins(lengths, rules, stops):
     lengths = [*lengths, 300, 20]
     parts = [Corpus("lengths", np.array(lengths))]
 
@@ -186,37 +184,22 @@ def test_with_other_windows_within_an_epoch_every_token_trains_once(lengths, rul
         return planner(parts, PACKINGS[2], window=window, overlong=overlong, endless=False)
 
     planned = begun(*rules[0])
-    planned.stream.load_state(planned.stream.state() | {"version": version})
     pieces: list[Piece] = []
-    for (window, overlong), stop in zip(rules[1:], stops, strict=False):
+    for epoch, ((window, overlong), stop) in enumerate(zip(rules[1:], stops, strict=False), 1):
         pieces += pieces_of(planned, stop)
+        waiting = waiting_in(planned.state())
         after = begun(window, overlong)
         carried = taken_up(planned, after)
+        assert tokens_of(list(carried.kept), parts) == tokens_of(waiting, parts) and not carried.lost
         assert all(piece.tokens <= window for piece in carried.kept)
+        assert (carried.going_on, carried.restarted) == (0, 1)
         planned = begun(window, overlong)
         planned.load_state(json.loads(json.dumps(after.state())))  # as when it is queued again
-    tokens = tokens_of(pieces + pieces_of(planned), parts)
-    assert set(tokens.values()) == {1}
-    if all(overlong == "split" for _, overlong in rules):
-        assert tokens.total() == sum(lengths)
-
-
-def test_what_is_left_of_long_documents_is_whole_where_the_window_allows_spread_and_the_next_epoch_as_ever():
-    lengths = np.random.default_rng(3).permutation([640] * 20 + [20] * 400)
-    parts = [Corpus("lengths", lengths)]
-    before, after, always = (planner(parts, PACKINGS[2], window=window) for window in (64, 320, 320))
-    first, epoch = pieces_of(before, 80), int(lengths.sum())  # half of it
-    assert sum(piece.tokens for piece in first) == pytest.approx(epoch / 2, rel=0.02)
-    taken_up(before, after)
-    arrived = arriving(after, 90, parts)["lengths"]
-    long = [at for at, piece in enumerate(arrived) if lengths[piece.document] == 640 and not piece.epoch]
-    assert max(arrived[at].tokens for at in long) == 320
-    rest = sum(not piece.epoch for piece in arrived)
-    middle = sum(rest / 4 < at < 3 * rest / 4 for at in long)
-    assert middle == pytest.approx(len(long) / 2, rel=0.35)  # not all at once
-    later = [piece for piece in arrived if piece.epoch == 1]
-    ever = [piece for piece in arriving(always, 90, parts)["lengths"] if piece.epoch == 1]
-    assert len(later) > 20 and later[:200] == ever[: len(later)][:200]
+        assert planned.stream.state()["corpora"][0]["epoch"] == epoch
+    rest = pieces_of(planned)
+    assert set(tokens_of(pieces + rest, parts).values()) == {1}
+    if rules[-1][1] == "split":
+        assert sum(piece.tokens for piece in rest if piece.epoch == epoch) == sum(lengths)
 
 
 @pytest.mark.parametrize(("how", "seed"), [({"next_epoch": True}, 5), ({}, 6)])
@@ -232,19 +215,6 @@ def test_asked_to_or_with_another_seed_all_corpora_begin_their_next_epoch(how, s
     assert 1 in epochs and 0 not in epochs
     tokens = first + tokens_of(rest, parts)
     assert set(tokens.values()) == {1}
-
-
-def test_a_state_of_before_goes_on_by_the_order_of_now():
-    """Version 2 gave a book's pieces after each other."""
-    lengths = [200, 30, 64, 7, 300, 50, 61, 9, 40]
-    parts = [Corpus("lengths", np.array(lengths))]
-    before, after = (planner(parts, PACKINGS[2], endless=False) for _ in range(2))
-    before.stream.load_state(before.stream.state() | {"version": 2})
-    first = pieces_of(before, 3)
-    taken_up(before, after)
-    assert after.stream.state()["version"] == 3
-    tokens = tokens_of(first + pieces_of(after), parts)
-    assert set(tokens.values()) == {1} and tokens.total() == sum(lengths)
 
 
 def test_a_planner_that_has_loaded_a_state_forgets_what_waited_there():

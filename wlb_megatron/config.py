@@ -240,8 +240,9 @@ class WlbConfig:
         False,
         "continue a checkpoint with other corpora, weights, --seq-length or packing, or one made without the plugin. "
         "Waiting documents train first, known corpora continue where they were, new ones begin. With another --seed, "
-        "or if nothing else changed, every corpus begins an epoch. A job that is queued again with the flag continues "
-        "that order, so it may be given at any start (default: such a checkpoint is refused)",
+        "--seq-length or --wlb-overlong, or if nothing else changed, every corpus begins an epoch. A job that is "
+        "queued again with the flag continues that order, so it may be given at any start (default: such a checkpoint "
+        "is refused)",
     )
     replace_script_functions: bool = _of_training(
         False,

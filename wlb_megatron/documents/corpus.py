@@ -4,9 +4,6 @@ Shuffled documents come at their places, the pieces of a long one spread over th
 followed one another, they would fill whole iterations. With N documents, the document at place p with m pieces puts
 piece j at (p + j * N) / m. So its pieces are evenly spaced and in order, and a whole document is at p. With 4
 documents, the one at place 1 with 3 pieces puts them at 1/3, 5/3 and 9/3.
-
-A run may go on in the middle of an epoch with another window (packing/carry.py). What is left of a document then comes
-in pieces of the new window, spread over the rest of the epoch, so that each token still trains once.
 """
 
 from __future__ import annotations
@@ -203,47 +200,21 @@ class PieceOrder:
     def __init__(self, lengths: Lengths, window: int) -> None:
         """lengths: tokens of each document; those above the window come in pieces of it."""
         self._count, self._window, self._lengths = len(lengths), window, lengths
-        self._find_long(window)
+        long_documents = [
+            n * SIZE + np.flatnonzero(block > window) for n, block in enumerate(blocks(lengths))
+        ]
+        self._long = np.concatenate([np.empty(0, dtype=np.int64), *long_documents])
+        self._pieces = -(-lengths[self._long].astype(np.int64) // window)
+        self._total = self._count + int((self._pieces - 1).sum())
+        if self._count * int(self._pieces.max(initial=1)) >= 2**62:
+            raise WlbError(f"window {window} cuts a document into more pieces than can be counted; raise it")
 
-    def begin(
-        self,
-        seeds: Sequence[int] | None,
-        *,
-        is_spread: bool = True,
-        earlier_windows: Sequence[EarlierWindow] = (),
-    ) -> None:
-        """Begin an epoch. seeds: see EpochOrder. Unless spread, a document's pieces come after each other.
-        earlier_windows: the windows that the epoch began with, if it is spread."""
+    def begin(self, seeds: Sequence[int] | None, *, is_spread: bool = True) -> None:
+        """Begin an epoch. seeds: see EpochOrder. Unless spread, a document's pieces come after each other."""
         self._order = EpochOrder(self._count, seeds)
-        least_window = min([self._window, *(window for _, window in earlier_windows)])
-        if least_window != self._least:
-            self._find_long(least_window)
         self._spread: Spread | None = None
         if is_spread and len(self._long):
-            lengths, places = self._long_lengths(), self._order.places(self._long)
-            begin, tokens_out = 0, np.broadcast_to(np.int64(0), lengths.shape)
-            if earlier_windows:
-                begin = earlier_windows[-1].end
-                tokens_out = tokens_given(lengths, places, self._count, earlier_windows)
-            self._given = tokens_out
-            self._spread = Spread.of(places, lengths - tokens_out, self._window, begin, self._count)
-
-    def _find_long(self, least_window: int) -> None:
-        """Find the documents above `least_window` tokens, which an epoch gives in pieces."""
-        long_documents = [
-            n * SIZE + np.flatnonzero(block > least_window) for n, block in enumerate(blocks(self._lengths))
-        ]
-        self._least = least_window
-        self._long = np.concatenate([np.empty(0, dtype=np.int64), *long_documents])
-        pieces = -(-self._long_lengths() // self._window)
-        self._total = self._count + int((pieces - 1).sum())
-        if self._count * int(pieces.max(initial=1)) >= 2**62:
-            raise WlbError(
-                f"window {self._window} cuts a document into more pieces than can be counted; raise it"
-            )
-
-    def _long_lengths(self) -> IntArray:
-        return self._lengths[self._long].astype(np.int64)
+            self._spread = Spread(self._order.places(self._long), self._pieces, self._count)
 
     def between(self, begin: int, end: int) -> Entries:
         """Entries at places [begin, end) of the epoch, in their order."""
@@ -251,7 +222,7 @@ class PieceOrder:
         places = np.arange(begin, begin + len(documents))
         lengths = self._lengths[documents].astype(np.int64)
         if self._spread is not None:
-            is_whole = lengths <= self._least
+            is_whole = lengths <= self._window
             return self._merged(
                 self._spread, places[is_whole], documents[is_whole], begin, begin + len(documents)
             )
@@ -268,16 +239,15 @@ class PieceOrder:
         which = np.repeat(np.arange(len(counts)), counts)
         pieces = np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts - first, counts)
         place, remainder = np.divmod(
-            spread_pieces.place[which] + pieces * spread_pieces.width, spread_pieces.pieces[which]
+            spread_pieces.place[which] + pieces * self._count, spread_pieces.pieces[which]
         )
         fraction = np.concatenate((np.full(len(places), -1.0), remainder / spread_pieces.pieces[which]))
-        all_places = np.concatenate((places, spread_pieces.begin + place))
+        all_places = np.concatenate((places, place))
         order = np.lexsort((fraction, all_places))
-        starts = self._given[which] + pieces * self._window
         return Entries(
             all_places[order],
             np.concatenate((documents, self._long[which]))[order],
-            np.concatenate((np.zeros(len(places), dtype=np.int64), starts))[order],
+            np.concatenate((np.zeros(len(places), dtype=np.int64), pieces * self._window))[order],
         )
 
     def width(self, entries: int) -> int:
@@ -286,58 +256,16 @@ class PieceOrder:
         return max(1, max(entries, len(self._long)) * self._count // max(self._total, 1))
 
 
-WHOLE = 2**62
-"""Window of a run that gave all of a document at its place."""
-
-
-class EarlierWindow(NamedTuple):
-    """Up to the epoch's place `end`, documents came in pieces of `window` tokens."""
-
-    end: int
-    window: int
-
-
 class Spread(NamedTuple):
-    """How documents' pieces are spread over an epoch's places [begin, end).
+    """How the pieces of documents are spread over an epoch of `size` places.
 
-    place: int64[n], of each document, below end - begin. pieces: int64[n], how many are left of it. Piece j comes at
-    begin + (place + j * (end - begin)) / pieces.
+    place: int64[n], of each document. pieces: int64[n], how many it has. Piece j comes at (place + j * size) / pieces.
     """
 
-    begin: int
-    end: int
     place: IntArray
     pieces: IntArray
-
-    @classmethod
-    def of(cls, places: IntArray, tokens_left: IntArray, window: int, begin: int, end: int) -> Spread:
-        """`places` are the documents' in the epoch's order; `tokens_left` is what each has yet to give."""
-        return cls(begin, end, places % max(1, end - begin), -(-tokens_left // window))
-
-    @property
-    def width(self) -> int:
-        return max(1, self.end - self.begin)
+    size: int
 
     def before(self, edge: int) -> IntArray:
         """int64[n]: pieces that come before place `edge`."""
-        return -((self.place - (edge - self.begin) * self.pieces) // self.width)
-
-
-def tokens_given(
-    lengths: IntArray, places: IntArray, count: int, earlier_windows: Sequence[EarlierWindow]
-) -> IntArray:
-    """int64[n]: tokens that the epoch has given of documents of these lengths by the end of the last earlier window.
-
-    `places` are the documents' in the epoch's order of `count`. A document that no window so far has cut comes whole
-    at its place.
-    """
-    tokens_out, begin, least_window = np.zeros_like(lengths), 0, WHOLE
-    for end, window in earlier_windows:
-        least_window = min(least_window, window)
-        pieces_of_window = Spread.of(places, lengths - tokens_out, window, begin, count)
-        in_pieces = np.minimum(
-            tokens_out + pieces_of_window.before(end) * np.minimum(window, lengths), lengths
-        )
-        tokens_out = np.where(lengths > least_window, in_pieces, lengths * (places < end))
-        begin = end
-    return tokens_out
+        return -((self.place - edge * self.pieces) // self.size)

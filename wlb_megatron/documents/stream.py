@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from wlb_megatron.documents.corpus import Corpus, EarlierWindow, IntArray, Lengths, PieceOrder, Rules, blocks
+from wlb_megatron.documents.corpus import Corpus, IntArray, Lengths, PieceOrder, Rules, blocks
 from wlb_megatron.errors import WlbError, changes
 from wlb_megatron.plan import Piece
 
@@ -60,28 +60,11 @@ class CorpusWalk:
         self._begun: tuple[object, ...] | None = None  # what the order is of
         self.place(np.zeros(10, dtype=np.int64), VERSION)
 
-    def place(self, row: IntArray, version: int, earlier_windows: Sequence[EarlierWindow] = ()) -> None:
-        """Go on after this row; only its STATE columns matter. `version` is the state's, see VERSION.
-        `earlier_windows` are those of the row's epoch before this one."""
+    def place(self, row: IntArray, version: int) -> None:
+        """Go on after this row; only its STATE columns matter. `version` is the state's, see VERSION."""
         self.row, self._version = row.copy(), version  # where the walk stands
-        self._changed = int(row[EPOCH]), tuple(earlier_windows)
         self._begin_epoch()
         self._fill(int(row[CURSOR]), int(row[RESUME]) // self._piece_unit)
-
-    def earlier(self, epoch: int) -> tuple[EarlierWindow, ...]:
-        """The windows with which the epoch began, if the window changed within it."""
-        return self._changed[1] if epoch == self._changed[0] else ()
-
-    def rest_of_place(self) -> IntArray:
-        """int64[k, 10]: takes the pieces left at the place where the walk stands; none where it is between places."""
-        epoch, place, has_more = int(self.row[EPOCH]), int(self.row[CURSOR]), bool(self.row[RESUME])
-        blocks_of_rows = [np.empty((0, 10), dtype=np.int64)]
-        while has_more:
-            rows = self.advance()
-            of_place = rows[:, CURSOR] - (rows[:, RESUME] == 0) == place
-            blocks_of_rows.append(rows[of_place & (rows[:, EPOCH] == epoch)])
-            has_more = 0 < len(blocks_of_rows[-1]) == len(rows)  # a place's last entry may be empty
-        return np.concatenate(blocks_of_rows)
 
     @property
     def finished(self) -> bool:
@@ -112,11 +95,10 @@ class CorpusWalk:
         epoch, seed = int(self.row[EPOCH]), self._rules.seed
         is_spread = self._version >= 3 and seed is not None
         self._piece_unit = 1 if is_spread else self._rules.window
-        order_key = epoch, self._version, self.position, self.earlier(epoch)
+        order_key = epoch, self._version, self.position
         if self._begun != order_key:
             seeds = None if seed is None else [seed, self.position, epoch]
-            earlier_windows = self.earlier(epoch) if is_spread else ()
-            self._order.begin(seeds, is_spread=is_spread, earlier_windows=earlier_windows)
+            self._order.begin(seeds, is_spread=is_spread)
             self._begun = order_key
 
     def _fill(self, begin: int, out: int = 0) -> None:
@@ -140,8 +122,7 @@ class CorpusWalk:
         lengths = self._corpus.lengths[documents].astype(np.int64)
         kept_tokens = self._rules.kept(lengths)
         start = self._ahead.start[block]
-        # What an earlier window gave may exceed `kept`.
-        end = np.maximum(start, np.minimum(start + window, kept_tokens))
+        end = np.minimum(start + window, kept_tokens)
         ends_document = end >= kept_tokens  # of the document, with this piece
         rows = np.zeros((len(entries), 10), dtype=np.int64)
         rows[:, EPOCH] = before[EPOCH]
@@ -180,7 +161,7 @@ class DocumentStream:
         self._weights = [corpus.weight for corpus in corpora]
         self._walks = [CorpusWalk(corpus, rules, position) for position, corpus in enumerate(corpora)]
         self._version = VERSION
-        self._restart([walk.row.copy() for walk in self._walks], [()] * len(corpora))
+        self._restart([walk.row.copy() for walk in self._walks])
 
     @classmethod
     def of_lengths(cls, lengths: npt.ArrayLike, rules: Rules, name: str = "lengths") -> DocumentStream:
@@ -238,7 +219,8 @@ class DocumentStream:
             now = {**self.fingerprint, "window": rules.window}
             changed = _differences(state["fingerprint"], now, self.names)
             rows = [_row(saved) for saved in state["corpora"]]
-            earlier_windows = [_earlier(saved) for saved in state["corpora"]]
+            if any("earlier" in saved for saved in state["corpora"]):
+                changed.append("its epoch began with another window")
             positions = [int(saved.get("position", number)) for number, saved in enumerate(state["corpora"])]
             damaged = not changed and len(rows) != len(self._walks)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
@@ -256,16 +238,7 @@ class DocumentStream:
         self._version = version
         for walk, position in zip(self._walks, positions, strict=True):
             walk.position = position
-        self._restart(rows, earlier_windows)
-
-    def rest_of_place(
-        self, number: int, saved: Mapping[str, Any], version: int, *, window: int, overlong: str
-    ) -> list[Piece]:
-        """What corpus `number` has yet to give at the place of its epoch where a run of these rules has saved it."""
-        rules = replace(self.rules, window=window, overlong=overlong)
-        walk = CorpusWalk(self._corpora[number], rules, int(saved["position"]))
-        walk.place(_row(saved), version, _earlier(saved))
-        return [Piece(*row) for row in walk.rest_of_place()[:, : END + 1].tolist()]
+        self._restart(rows)
 
     def _rules_of(self, saved: Mapping[str, Any]) -> Rules:
         """The rules, with the saved length of whole documents where that is shorter."""
@@ -273,9 +246,9 @@ class DocumentStream:
             return self.rules
         return replace(self.rules, window=min(int(saved["window"]), self.rules.window))
 
-    def _restart(self, rows: list[IntArray], earlier_windows: Sequence[Sequence[EarlierWindow]]) -> None:
-        for walk, row, windows in zip(self._walks, rows, earlier_windows, strict=True):
-            walk.place(row, self._version, windows)
+    def _restart(self, rows: list[IntArray]) -> None:
+        for walk, row in zip(self._walks, rows, strict=True):
+            walk.place(row, self._version)
         self._settled = rows
         self._ahead = [np.empty((0, 10), dtype=np.int64) for _ in rows]  # cut, not yet in a block
         self._block: list[Piece] = []
@@ -327,15 +300,7 @@ class DocumentStream:
 
 def _saved(row: IntArray, walk: CorpusWalk) -> dict[str, Any]:
     """Where a corpus stands after this row."""
-    state: dict[str, Any] = {name: int(row[column]) for name, column in STATE.items()}
-    state["position"] = walk.position
-    if earlier_windows := walk.earlier(int(row[EPOCH])):
-        state["earlier"] = [list(each) for each in earlier_windows]
-    return state
-
-
-def _earlier(saved: Mapping[str, Any]) -> list[EarlierWindow]:
-    return [EarlierWindow(int(end), int(window)) for end, window in saved.get("earlier", ())]
+    return {**{name: int(row[column]) for name, column in STATE.items()}, "position": walk.position}
 
 
 def _row(saved: Mapping[str, int]) -> IntArray:

@@ -1,9 +1,8 @@
 """Continues a run with other corpora, weights, windows or packing: waiting documents come along, corpora continue.
 
 Two corpora are the same if their lengths are, wherever they stand in the blend. A known corpus continues at its
-place, so each of its tokens still trains once an epoch. If the window changed, what is left of a long document comes
-in pieces of the new window (documents/corpus.py). Weights apply from here on; there is no correction for what
-a corpus gave before.
+place, so each of its tokens still trains once an epoch. With another seed or window, which change the order of an
+epoch, it begins its next one. Weights apply from here on; there is no correction for what a corpus gave before.
 
 Checkpoints also hold what the run has chosen, and a resumed run goes on with it until a flag says otherwise. A setting
 left to `auto` may come to something else on another layout. A run that changed it halfway would not be the same run any
@@ -18,7 +17,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from wlb_megatron.config import WlbConfig
-from wlb_megatron.documents.corpus import WHOLE
 from wlb_megatron.documents.stream import STATE, VERSION
 from wlb_megatron.packing.chunk_packer import ChunkPacker
 from wlb_megatron.packing.packer import Packer, packed_waiting
@@ -58,9 +56,8 @@ def take_up(planner: Planner, samples: int, state: Mapping[str, Any], *, next_ep
     """
     stream = planner.stream
     now = stream.state()
-    saved = state["stream"]
-    places, moves, begun_places = _places(saved, now["fingerprint"], next_epoch)
-    rules, window = saved["fingerprint"], now["fingerprint"]["window"]
+    saved, window = state["stream"], now["fingerprint"]["window"]
+    places, moves = _places(saved, now["fingerprint"], next_epoch)
     kept_pieces: list[Piece] = []
     lost_pieces: list[Piece] = []
     for piece in waiting_in(state):
@@ -69,10 +66,6 @@ def take_up(planner: Planner, samples: int, state: Mapping[str, Any], *, next_ep
             lost_pieces.append(piece)
         else:
             kept_pieces += _cut(piece._replace(document=piece.document + further), window)
-    for number, place in begun_places.items():
-        how = {name: rules[name] for name in ("window", "overlong")}
-        for piece in stream.rest_of_place(number, place, saved["version"], **how):
-            kept_pieces += _cut(piece, window)
     stream.load_state({**now, "version": VERSION, "corpora": places})
     planner.begin_at(samples, kept_pieces, state.get("trained"))
     known_count = len(moves)
@@ -89,13 +82,15 @@ def waiting_in(state: Mapping[str, Any]) -> list[Piece]:
 
 def _places(
     saved: Mapping[str, Any], now: Mapping[str, Any], next_epoch: bool
-) -> tuple[list[dict[str, Any]], list[_Move], dict[int, dict[str, Any]]]:
-    """Where each corpus of the fingerprint `now` continues, as in a stream's state, where its documents moved, and the
-    saved places, by number of the corpus, of which the rest is to come in old pieces."""
+) -> tuple[list[dict[str, Any]], list[_Move]]:
+    """Where each corpus of the fingerprint `now` continues, as in a stream's state, and where its documents moved."""
     before, rules = saved["fingerprint"]["corpora"], saved["fingerprint"]
     positions = [row.get("position", number) for number, row in enumerate(saved["corpora"])]
     next_position, unmatched = 1 + max(positions), list(range(len(before)))
-    places, moves, begun_places = [], [], {}
+    same_order = saved["version"] == VERSION and all(
+        rules[name] == now[name] for name in ("seed", "window", "overlong")
+    )
+    places, moves = [], []
     for corpus in now["corpora"]:
         matches = [
             number for number in unmatched if all(before[number][name] == corpus[name] for name in _CORPUS)
@@ -109,28 +104,11 @@ def _places(
         first = before[number]["first_id"]
         moves.append((first, first + before[number]["documents"], corpus["first_id"] - first))
         place = {**saved["corpora"][number], "tokens": 0, "position": positions[number]}
-        in_order = rules["seed"] == now["seed"]
-        cut_alike = saved["version"] == VERSION and all(
-            rules[name] == now[name] for name in ("window", "overlong")
-        )
-        if next_epoch or not in_order:
+        if next_epoch or not same_order or place.pop("earlier", None):
             in_epoch = place["cursor"] > 0 or place["resume"] > 0
-            place |= {"epoch": place["epoch"] + in_epoch, "cursor": 0, "resume": 0, "earlier": []}
-        elif not cut_alike:
-            begun_places[len(places)] = place
-            place = _with_another_window(place, saved)
+            place |= {"epoch": place["epoch"] + in_epoch, "cursor": 0, "resume": 0}
         places.append(place)
-    return places, moves, begun_places
-
-
-def _with_another_window(place: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """The place after this one, with the windows that its epoch has begun with."""
-    rules, end = saved["fingerprint"], place["cursor"] + (place["resume"] > 0)
-    spreads = saved["version"] >= 3 and rules["seed"] is not None and rules["overlong"] in ("split", "chunk")
-    earlier_windows = [*place.get("earlier", ())]
-    if end:
-        earlier_windows.append((end, rules["window"] if spreads else WHOLE))
-    return {**place, "cursor": end, "resume": 0, "earlier": earlier_windows}
+    return places, moves
 
 
 def _cut(piece: Piece, window: int) -> Sequence[Piece]:

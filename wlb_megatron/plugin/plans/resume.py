@@ -28,7 +28,7 @@ MakeState = Callable[[], dict[str, Any]]
 
 CURE = (
     "or add --wlb-fresh-order: documents that wait train first, known corpora continue where they were (with another "
-    "--seed they begin an epoch), and new ones begin"
+    "--seed or --seq-length they begin an epoch), and new ones begin"
 )
 
 DAMAGE = (LookupError, TypeError, AttributeError, ArithmeticError, StopIteration)
