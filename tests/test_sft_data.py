@@ -111,7 +111,7 @@ def test_shards_hold_each_line_once_whatever_their_size(tmp_path_factory, lines,
     read, numbers = [], []
     for begin, end in shards_of(path.stat().st_size, size):
         before = lines_before(path, begin)
-        for number, (_, line) in enumerate(lines_of(path, begin, end), 1):
+        for number, line in enumerate(lines_of(path, begin, end), 1):
             read.append(line)
             numbers.append(before + number)
     assert b"".join(read) == path.read_bytes()

@@ -166,7 +166,7 @@ def _kind(value: Any) -> str:
 VERSION = 1
 """Of the folder's layout, and of what is trained of a conversation. Part of the key."""
 
-SHARD_BYTES = 16 << 20
+SHARD_BYTES = 8 << 20
 """Of the jsonl, tokenized by one process at a time and kept if the build is killed later."""
 
 _SAMPLES, _SAMPLE_BYTES = 256, 1 << 14
@@ -273,14 +273,14 @@ def shards_of(size: int, shard_bytes: int = SHARD_BYTES) -> list[tuple[int, int]
     return [(begin, min(begin + shard_bytes, size)) for begin in range(0, size, shard_bytes)]
 
 
-def lines_of(jsonl: Path, begin: int, end: int) -> Iterator[tuple[int, bytes]]:
-    """The lines that begin in bytes [begin, end), each with where the next one begins."""
+def lines_of(jsonl: Path, begin: int, end: int) -> Iterator[bytes]:
+    """The lines that begin in bytes [begin, end)."""
     with jsonl.open("rb") as stream:
         if begin:
             stream.seek(begin - 1)
             stream.readline()  # of the shard before, unless `begin` is a line's begin
         while stream.tell() < end and (line := stream.readline()):
-            yield stream.tell(), line
+            yield line
 
 
 def lines_before(jsonl: Path, begin: int) -> int:

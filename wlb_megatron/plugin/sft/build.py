@@ -48,9 +48,6 @@ PATIENCE, LOOK = 120.0, 0.5
 MOST_BAD = 100
 """Bad lines that a shard lists; all are counted."""
 
-_PAUSE = 0.5
-"""Seconds between two reports of progress."""
-
 Say = Callable[[str], None]
 
 
@@ -77,16 +74,16 @@ class Shard:
         return read_about(self.about_path)
 
 
-def make_shard(shard: Shard, tokenizer: ConversationTokenizer) -> Iterator[int]:
-    """Writes its .bin, .idx, .mask and .json. Yields the bytes of the jsonl done since it last did."""
+def make_shard(shard: Shard, tokenizer: ConversationTokenizer) -> Shard:
+    """Writes its .bin, .idx, .mask and .json."""
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     scratch = shard.folder / f".{shard.prefix.name}.{of_this_process()}"
-    counts, reported_end, reported_at = Counts(), shard.begin, time.monotonic()
+    counts = Counts()
     bad: list[tuple[int, str]] = []
     builder = IndexedDatasetBuilder(f"{scratch}.bin", dtype=tokenizer.token_type)
     with open(f"{scratch}.mask", "wb") as masks:
-        for number, (following, line) in enumerate(lines_of(shard.jsonl, shard.begin, shard.end), 1):
+        for number, line in enumerate(lines_of(shard.jsonl, shard.begin, shard.end), 1):
             if not shard.begin and number == 1:
                 line = line.removeprefix(BYTE_ORDER_MARK)
             try:
@@ -107,23 +104,19 @@ def make_shard(shard: Shard, tokenizer: ConversationTokenizer) -> Iterator[int]:
                 builder.add_document(tokens, [len(tokens)])
                 masks.write(mask.tobytes())
                 counts += Counts(0, 1, len(tokens), targets, len(tokens))
-            if time.monotonic() > reported_at + _PAUSE:
-                yield min(following, shard.end) - reported_end
-                reported_end, reported_at = min(following, shard.end), time.monotonic()
     builder.finalize(f"{scratch}.idx")
     for suffix in (".bin", ".idx", ".mask"):
         Path(f"{scratch}{suffix}").replace(f"{shard.prefix}{suffix}")
     write_whole(shard.about_path, json.dumps({"counts": asdict(counts), "bad": bad}), "--data-cache-path")
-    yield shard.end - reported_end
+    return shard
 
 
-def make_shards(tokenizing: Tokenizing, shards: Iterator[Shard]) -> Iterator[int | Shard]:
-    """A child's work: yields the bytes done as it goes on, and each shard once it is made."""
+def make_shards(tokenizing: Tokenizing, shards: Iterator[Shard]) -> Iterator[Shard]:
+    """A child's work: yields each shard once it is made."""
     try:
         tokenizer = ConversationTokenizer(tokenizing)
         for shard in shards:
-            yield from make_shard(shard, tokenizer)
-            yield shard
+            yield make_shard(shard, tokenizer)
     except OSError as error:
         raise WlbError(str(error)) from None
 
@@ -206,23 +199,35 @@ def _is_locked(path: Path) -> bool:
 def _make_all(shards: list[Shard], tokenizer: ConversationTokenizer, processes: int | None) -> None:
     missing = [shard for shard in shards if shard.about() is None]
     count = min(processes or len(os.sched_getaffinity(0)), MOST_PROCESSES, len(missing))
-    with _reported(shards, missing) as report:
-        if count <= 1:  # a process of its own would take longer to start
-            for shard in missing:
-                for count in make_shard(shard, tokenizer):
-                    report(count)
-                if _refuse_bad([shard], tokenizer.tokenizing):
-                    break
-        else:
-            _in_processes(missing, tokenizer.tokenizing, count, report)
+    queued = list(reversed(missing))
+    made_shards = (
+        _in_processes(queued, tokenizer.tokenizing, count)
+        if count > 1
+        else _here(queued, tokenizer)  # a process of its own would take longer to start
+    )
+    start, todo = time.monotonic(), sum(shard.end - shard.begin for shard in missing)
+    bytes_left = todo
+    with progress(len(missing), lines=True) as tick:
+        for shard in made_shards:
+            bytes_left -= shard.end - shard.begin
+            line = f"tokenizes {shard.jsonl.name}: {1 - bytes_left / shards[-1].end:.0%} done"
+            if bytes_left:
+                seconds = (time.monotonic() - start) * bytes_left / (todo - bytes_left)
+                line += f", about {duration(seconds)} left"
+            tick(line)
+            if _refuse_bad([shard], tokenizer.tokenizing):
+                queued.clear()
     _refuse_bad(shards, tokenizer.tokenizing, raises=True)
 
 
-def _in_processes(
-    missing: list[Shard], tokenizing: Tokenizing, count: int, report: Callable[[int], None]
-) -> None:
-    """Tokenize these shards in `count` processes; stops early where a bad line ends the build."""
-    queued = list(reversed(missing))
+def _here(queued: list[Shard], tokenizer: ConversationTokenizer) -> Iterator[Shard]:
+    """Tokenizes the queued shards, from the last one on, and yields each."""
+    while queued:
+        yield make_shard(queued.pop(), tokenizer)
+
+
+def _in_processes(queued: list[Shard], tokenizing: Tokenizing, count: int) -> Iterator[Shard]:
+    """The same in `count` processes."""
     children = [Child(partial(make_shards, tokenizing)) for _ in range(count)]
     working: set[Child] = set()
     try:
@@ -230,14 +235,10 @@ def _in_processes(
             _hand_out(child, queued, working)
         while working:
             for child in [child for child in children if child in working]:
-                while child in working and (answer := child.receive(hurry=lambda: True)) is not None:
-                    if isinstance(answer, int):
-                        report(answer)
-                    else:
-                        working.discard(child)
-                        if _refuse_bad([answer], tokenizing):
-                            queued.clear()
-                        _hand_out(child, queued, working)
+                if (shard := child.receive(hurry=lambda: True)) is not None:
+                    working.discard(child)
+                    yield shard
+                    _hand_out(child, queued, working)
     except TimeoutError:
         raise WlbError(
             "a process that tokenizes has stopped answering; start again, its shard is made anew"
@@ -255,30 +256,6 @@ def _hand_out(child: Child, queued: list[Shard], working: set[Child]) -> None:
     if queued:
         child.send(queued.pop())
         working.add(child)
-
-
-@contextlib.contextmanager
-def _reported(shards: list[Shard], missing: list[Shard]) -> Iterator[Callable[[int], None]]:
-    """A function that takes the bytes done since it was called last: moves the bar, and says how long it will take."""
-    if not missing:
-        yield lambda _: None
-        return
-    size, todo = shards[-1].end, sum(shard.end - shard.begin for shard in missing)
-    start, done_bytes, ticked = time.monotonic(), 0, 0
-    ticks = min(1000, max(1, todo >> 20))
-    with progress(ticks, lines=True) as tick:
-
-        def report(count: int) -> None:
-            nonlocal done_bytes, ticked
-            done_bytes += count
-            seconds = (time.monotonic() - start) * (todo - done_bytes) / max(done_bytes, 1)
-            line = f"tokenizes {missing[0].jsonl.name}: {(size - todo + done_bytes) / size:.0%} done"
-            line += f", about {duration(seconds)} left" if done_bytes < todo else ""
-            while ticked < done_bytes * ticks // todo:
-                ticked += 1
-                tick(line)
-
-        yield report
 
 
 def _refuse_bad(shards: list[Shard], tokenizing: Tokenizing, *, raises: bool = False) -> bool:
