@@ -212,36 +212,32 @@ class PieceOrder:
     def begin(self, seeds: Sequence[int] | None, *, is_spread: bool = True) -> None:
         """Begin an epoch. seeds: see EpochOrder. Unless spread, a document's pieces come after each other."""
         self._order = EpochOrder(self._count, seeds)
-        self._spread: Spread | None = None
-        if is_spread and len(self._long):
-            self._spread = Spread(self._order.places(self._long), self._pieces, self._count)
+        self._long_places = self._order.places(self._long) if is_spread and len(self._long) else None
 
     def between(self, begin: int, end: int) -> Entries:
         """Entries at places [begin, end) of the epoch, in their order."""
         documents = self._order(begin, end)
         places = np.arange(begin, begin + len(documents))
         lengths = self._lengths[documents].astype(np.int64)
-        if self._spread is not None:
+        if self._long_places is not None:
             is_whole = lengths <= self._window
-            return self._merged(
-                self._spread, places[is_whole], documents[is_whole], begin, begin + len(documents)
-            )
+            end = begin + len(documents)
+            return self._merged(self._long_places, places[is_whole], documents[is_whole], begin, end)
         counts = np.maximum(-(-lengths // self._window), 1)
         pieces = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         return Entries(np.repeat(places, counts), np.repeat(documents, counts), pieces * self._window)
 
     def _merged(
-        self, spread_pieces: Spread, places: IntArray, documents: IntArray, begin: int, end: int
+        self, long_places: IntArray, places: IntArray, documents: IntArray, begin: int, end: int
     ) -> Entries:
         """Whole documents at their places, with the pieces of others that come between places `begin` and `end`."""
-        first, last = spread_pieces.before(begin), spread_pieces.before(end)
+        # Of each long document, the pieces that come before a place: piece j is at (p + j * N) / m.
+        first, last = (-((long_places - edge * self._pieces) // self._count) for edge in (begin, end))
         counts = last - first
         which = np.repeat(np.arange(len(counts)), counts)
         pieces = np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts - first, counts)
-        place, remainder = np.divmod(
-            spread_pieces.place[which] + pieces * self._count, spread_pieces.pieces[which]
-        )
-        fraction = np.concatenate((np.full(len(places), -1.0), remainder / spread_pieces.pieces[which]))
+        place, remainder = np.divmod(long_places[which] + pieces * self._count, self._pieces[which])
+        fraction = np.concatenate((np.full(len(places), -1.0), remainder / self._pieces[which]))
         all_places = np.concatenate((places, place))
         order = np.lexsort((fraction, all_places))
         return Entries(
@@ -254,18 +250,3 @@ class PieceOrder:
         """Places that hold about so many entries, or as many as there are documents above the window, if that is more:
         each call of `between` goes through all of those."""
         return max(1, max(entries, len(self._long)) * self._count // max(self._total, 1))
-
-
-class Spread(NamedTuple):
-    """How the pieces of documents are spread over an epoch of `size` places.
-
-    place: int64[n], of each document. pieces: int64[n], how many it has. Piece j comes at (place + j * size) / pieces.
-    """
-
-    place: IntArray
-    pieces: IntArray
-    size: int
-
-    def before(self, edge: int) -> IntArray:
-        """int64[n]: pieces that come before place `edge`."""
-        return -((self.place - edge * self.pieces) // self.size)

@@ -199,7 +199,10 @@ class DocumentStream:
 
     def state(self) -> dict[str, Any]:
         """JSON-able: after `load_state` of it, `next` gives what it would have given here."""
-        corpora = [_saved(row, walk) for row, walk in zip(self._places(), self._walks, strict=True)]
+        corpora = [
+            {**{name: int(row[column]) for name, column in STATE.items()}, "position": walk.position}
+            for row, walk in zip(self._places(), self._walks, strict=True)
+        ]
         return {"version": self._version, "fingerprint": self.fingerprint, "corpora": corpora}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -296,11 +299,6 @@ class DocumentStream:
         self._taken = 0
         if not self._block:  # passes what is empty after the last piece
             self._settled = [walk.row.copy() for walk in self._walks]
-
-
-def _saved(row: IntArray, walk: CorpusWalk) -> dict[str, Any]:
-    """Where a corpus stands after this row."""
-    return {**{name: int(row[column]) for name, column in STATE.items()}, "position": walk.position}
 
 
 def _row(saved: Mapping[str, int]) -> IntArray:
