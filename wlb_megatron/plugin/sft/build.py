@@ -205,6 +205,7 @@ def _make_all(shards: list[Shard], tokenizer: ConversationTokenizer, processes: 
         if count > 1
         else _here(queued, tokenizer)  # a process of its own would take longer to start
     )
+    refuses = not tokenizer.tokenizing.skips_bad
     start, todo = time.monotonic(), sum(shard.end - shard.begin for shard in missing)
     bytes_left = todo
     with progress(len(missing), lines=True) as tick:
@@ -215,9 +216,10 @@ def _make_all(shards: list[Shard], tokenizer: ConversationTokenizer, processes: 
                 seconds = (time.monotonic() - start) * bytes_left / (todo - bytes_left)
                 line += f", about {duration(seconds)} left"
             tick(line)
-            if _refuse_bad([shard], tokenizer.tokenizing):
+            if refuses and listed([shard]):
                 queued.clear()
-    _refuse_bad(shards, tokenizer.tokenizing, raises=True)
+    if refuses and (lines := listed(shards)):
+        raise refused_lines(shards[0].jsonl, lines)
 
 
 def _here(queued: list[Shard], tokenizer: ConversationTokenizer) -> Iterator[Shard]:
@@ -256,16 +258,6 @@ def _hand_out(child: Child, queued: list[Shard], working: set[Child]) -> None:
     if queued:
         child.send(queued.pop())
         working.add(child)
-
-
-def _refuse_bad(shards: list[Shard], tokenizing: Tokenizing, *, raises: bool = False) -> bool:
-    """Whether a bad line of these shards ends the build; with `raises` it does: WlbError lists the lines."""
-    if tokenizing.skips_bad:
-        return False
-    bad = any(about["bad"] for shard in shards if (about := shard.about()) is not None)
-    if bad and raises:
-        raise refused_lines(shards[0].jsonl, listed(shards))
-    return bad
 
 
 def refused_lines(jsonl: Path, lines: list[str]) -> WlbError:
