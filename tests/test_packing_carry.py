@@ -217,6 +217,14 @@ def test_asked_to_or_with_another_seed_all_corpora_begin_their_next_epoch(how, s
     assert set(tokens.values()) == {1}
 
 
+def test_a_state_of_an_older_version_is_not_taken_up():
+    before = planner(corpora(("a", 1.0)), PACKINGS[2])
+    state = before.state()
+    state["stream"] = state["stream"] | {"version": 2}
+    with pytest.raises(ValueError, match="of version 2"):
+        take_up(before, 3, state)
+
+
 def test_a_planner_that_has_loaded_a_state_forgets_what_waited_there():
     parts = corpora(("a", 1.0))
     before, after = planner(parts, PACKINGS[0]), planner(parts, PACKINGS[0])

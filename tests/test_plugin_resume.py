@@ -124,13 +124,14 @@ def test_a_state_continues_where_it_was_saved_and_counts_its_tokens():
 
 
 def test_a_resumed_run_keeps_the_weights_of_tokens_until_a_flag_says_otherwise():
-    """Its documents wait, so auto is equal. In checkpoints of 0.1.0, which do not tell, a token weighed by its step."""
+    """Its documents wait, so auto is equal."""
     saved_after(1, source(token_weights="equal"))
     args = megatron(0)
     assert restored(source(token_weights="equal"), megatron(1)) == []
     told = "--wlb-token-weights is step from here on, where the checkpoint's run had equal"
     assert restored(source(token_weights="step"), megatron(1)) == [told]
-    old = {name: part for name, part in saved(args).items() if name != "choices"}
+    old = saved(args)
+    old["choices"]["token_weights"] = "step"
     load(argparse.Namespace(wlb_state=json.dumps(old)))
     assert restored(source(token_weights="step"), megatron(1)) == []
     now, (line,) = gone_on(source(), megatron(1))
@@ -148,25 +149,24 @@ def test_a_resumed_run_keeps_the_weights_of_tokens_until_a_flag_says_otherwise()
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_state_of_an_earlier_commit_goes_on_with_its_order_its_delays_and_its_weights(name):
-    of_then = saved_states("9513cca")[name]
+    of_then = saved_states("4273cd8")[name]
     load(argparse.Namespace(wlb_state=of_then["state"]))
     now, lines = gone_on(MAKERS[name](), megatron(TRAINED))
     assert lines == []
     planned = plan_iterations(now.planner, ShardSettings(0, 1, 1, "per-document", h100()))
     after = [(item.plan, item.micro_batches[0].summary) for item in islice(planned, NEXT)]
     assert [noted(plan, summary) for plan, summary in after] == of_then["next"]
-    assert now.config.token_weights == json.loads(of_then["state"])["token_weights"]
+    assert now.config.token_weights == json.loads(of_then["state"])["choices"]["token_weights"]
 
 
 @pytest.mark.parametrize("name", [name for name in MAKERS if name != "fixed windows"])
-def test_a_run_keeps_its_batch_spread_and_an_earlier_commits_has_none_until_the_flag_is_given(name):
+def test_a_run_keeps_its_batch_spread_until_the_flag_is_given(name):
     def resumed(state: str | dict[str, Any], spread: str, at: int = TRAINED) -> Source:
         load(argparse.Namespace(wlb_state=state if isinstance(state, str) else json.dumps(state)))
         first = MAKERS[name]()
         return gone_on(first.with_config(replace(first.config, batch_spread=spread)), megatron(at))[0]
 
-    of_then = saved_states("9513cca")[name]["state"]
-    assert resumed(of_then, "auto").planner.packer.batch_spread is None
+    of_then = saved_states("4273cd8")[name]["state"]
     now = resumed(of_then, "1.2")
     assert now.planner.packer.batch_spread == 150, "of the packer that the flag made"
     now.planner.packer.batch_spread = 101  # as 1.01 makes it
@@ -182,18 +182,18 @@ def test_a_run_keeps_its_batch_spread_and_an_earlier_commits_has_none_until_the_
 
 def test_a_run_in_chunks_keeps_its_weights_on_a_layout_where_documents_wait():
     """There auto would be equal, which changes the gradient's scale within the run."""
-    state = saved_states("9513cca")["documents in chunks"]["state"]
+    state = saved_states("4273cd8")["documents in chunks"]["state"]
     load(argparse.Namespace(wlb_state=state))
     now, (line,) = gone_on(source(), megatron(TRAINED))
     assert line.startswith("--wlb-token-weights stays step") and now.config.token_weights == "step"
 
 
 def test_a_run_goes_on_in_chunks_or_whole_and_by_the_law_it_began_with_until_a_flag_says_otherwise():
-    """Of commit 9513cca, whose law knew no memory. This run would take the other kind, by a law that does."""
+    """Begun with a law that knew no memory. This run would take the other kind, by a law that does."""
     chunks, whole = (MAKERS[name]().planner.packer for name in ("documents in chunks", "documents wait"))
     rooms = (StageRoom(1 << 30, 1, 9),) * 2
     for name, now in (("documents in chunks", whole), ("documents wait", chunks)):
-        saved = saved_choices(json.loads(saved_states("9513cca")[name]["state"]))
+        saved = saved_choices(json.loads(saved_states("4273cd8")[name]["state"]))
         assert saved["chunks"] == (name == "documents in chunks") and not saved["keeps_layers"]
         config = began_otherwise(WlbConfig(), now, saved)
         assert config is not None and config.chunks == ("on" if saved["chunks"] else "off")

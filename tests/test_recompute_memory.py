@@ -385,11 +385,6 @@ def test_each_forward_has_its_own_number_and_the_flags_are_back_after_the_step(m
     monkeypatch.setattr(recomputation, "part", lambda _: state)
     monkeypatch.setattr(recomputation, "_measure", lambda *_, **__: None)
 
-    def lost(_: object) -> None:
-        raise RuntimeError("the store is gone, which the log alone reads")
-
-    monkeypatch.setattr(recomputation, "_tell", lost)
-
     def plan(*_: object) -> KeptLayers:
         state.memory = stage_memory(TINY, replace(FULL, recompute_layers=2), 0, [4])
         state.last = recomputation.StepMemory(recomputed=5, by_flags=12, layers=12)

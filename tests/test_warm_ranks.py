@@ -62,7 +62,8 @@ WAIT = "import time; time.sleep(600)"
 
 
 def run_scripts(*scripts: str, seconds: float = 60) -> list[str]:
-    return run_ranks([[sys.executable, "-c", script] for script in scripts], os.environ, seconds)
+    command = [sys.executable, "-c", f"import sys; exec({scripts!r}[int(sys.argv[1])])"]
+    return run_ranks(command, len(scripts), os.environ, seconds)
 
 
 def test_each_ranks_output_is_returned_however_much_it_warns():

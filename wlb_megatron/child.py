@@ -242,25 +242,29 @@ _RANKS_PAUSE = 0.05
 """Seconds between two looks at the ranks."""
 
 
-def run_ranks(commands: Sequence[Sequence[str]], environment: Mapping[str, str], seconds: float) -> list[str]:
-    """Run one command for each rank, all at once. Returns what each prints to stdout.
+def run_ranks(command: Sequence[str], size: int, environment: Mapping[str, str], seconds: float) -> list[str]:
+    """Run the command for each of `size` ranks, all at once. Returns what each prints to stdout.
 
-    Once a rank fails, the others are ended, because they would wait for it. Raises WlbError with the last line of its
-    stderr, TimeoutError after `seconds`, OSError if a process cannot start.
+    The command gets two more arguments: its rank, and a file in an empty folder, over which the ranks meet. Once a rank
+    fails, the others are ended, because they would wait for it. Raises WlbError with the last line of its stderr,
+    TimeoutError after `seconds`, OSError if a process cannot start.
     """
     deadline = time.monotonic() + seconds
+    environment = {**environment, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     with ExitStack() as stack:
+        meeting = os.path.join(stack.enter_context(tempfile.TemporaryDirectory()), "meeting")
 
         def scratch() -> IO[str]:
             return stack.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace"))
 
         # Files, not pipes: a rank that prints more than a pipe holds must not wait for a reader.
-        outputs, errors = ([scratch() for _ in commands] for _ in range(2))
+        outputs, errors = ([scratch() for _ in range(size)] for _ in range(2))
         ranks: list[subprocess.Popen[str]] = []
         try:
-            for command, out, err in zip(commands, outputs, errors, strict=True):
+            for number, (out, err) in enumerate(zip(outputs, errors, strict=True)):
                 files: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": err}
-                ranks.append(subprocess.Popen(command, env=environment, text=True, **files))
+                arguments = [*command, str(number), meeting]
+                ranks.append(subprocess.Popen(arguments, env=environment, text=True, **files))
             while not any(statuses := [rank.poll() for rank in ranks]) and None in statuses:
                 if time.monotonic() > deadline:
                     raise TimeoutError

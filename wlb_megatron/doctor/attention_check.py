@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 from wlb_megatron.child import run_ranks
@@ -26,21 +24,18 @@ TOLERATED = {"cpu": 1e-9, "cuda": 3e-2}
 def run(size: int, *, gpu: bool) -> float:
     """Largest relative error of outputs and gradients over the ranks. WlbError if a rank fails or errs too much."""
     device = "cuda" if gpu else "cpu"
-    with tempfile.TemporaryDirectory() as folder:
-        meeting = str(Path(folder) / "meeting")
-        command = [sys.executable, "-m", "wlb_megatron.doctor.attention_check", device, str(size), meeting]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-        try:
-            outputs = run_ranks([[*command, str(rank)] for rank in range(size)], environment, SECONDS)
-        except TimeoutError:
-            raise WlbError(
-                f"the self-test's ranks did not finish within {SECONDS} s: processes on this machine cannot reach each "
-                "other (NCCL_DEBUG=INFO says more)"
-                if gpu
-                else "the self-test did not finish; is the machine busy?"
-            ) from None
-        except WlbError as failure:
-            raise WlbError(f"the self-test failed on {device}: {failure}") from None
+    command = [sys.executable, "-m", "wlb_megatron.doctor.attention_check", device, str(size)]
+    try:
+        outputs = run_ranks(command, size, os.environ, SECONDS)
+    except TimeoutError:
+        raise WlbError(
+            f"the self-test's ranks did not finish within {SECONDS} s: processes on this machine cannot reach each "
+            "other (NCCL_DEBUG=INFO says more)"
+            if gpu
+            else "the self-test did not finish; is the machine busy?"
+        ) from None
+    except WlbError as failure:
+        raise WlbError(f"the self-test failed on {device}: {failure}") from None
     largest_error = max(float(out.split()[-1]) for out in outputs)
     if not largest_error <= TOLERATED[device]:
         raise WlbError(
@@ -88,17 +83,12 @@ def rank_error(device: str, size: int, meeting: str, rank: int) -> float:
     shapes = [(sum(lengths), heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
     q, k, v, dout = (torch.randn(shape, generator=generator).to(dtype).double() for shape in shapes)
     exact = _one_document_at_a_time(lengths, q, k, v, dout)
-    starts = np.concatenate(([0], np.cumsum(lengths)))
     # cuDNN's have several forms of call; FlashAttention-4's take seconds to compile for each, and one version serves.
     largest_error = worst_error(kernels, dtype, device, DIM) if device == "cpu" or name == "cudnn" else 0.0
     # The same by shards of all ranks; this one compares the rows that it holds.
     for sharding in ("hybrid", "per-document"):
         plan = shard(np.array(lengths, dtype=np.int64), size, sharding)
-        rows = [
-            row
-            for index, start, end in plan.ranks[rank].tolist()
-            for row in range(starts[index] + start, starts[index] + end)
-        ]
+        rows = plan.packed_index(rank)
         mine = [x[rows].to(device, dtype).requires_grad_() for x in (q, k, v)]
         layout = device_layout(attention_layout(plan, rank), device)
         query, key, value = mine
@@ -127,5 +117,5 @@ def _one_document_at_a_time(lengths, q, k, v, dout):  # type: ignore[no-untyped-
 
 
 if __name__ == "__main__":
-    device, size, meeting, rank = sys.argv[1:]
+    device, size, rank, meeting = sys.argv[1:]
     print(rank_error(device, int(size), meeting, int(rank)))

@@ -26,8 +26,7 @@ EPOCH, DOCUMENT, START, END, CURSOR, RESUME, TOKENS, EMPTY, OVERLONG_COUNT, LOST
 """Columns of a walk's rows: the piece (first four), then the walk's place and counts once it is taken."""
 
 VERSION = 3
-"""Version of a stream's state, and of the order in which its run continues. 2, of release 0.1.0: the
-pieces of a split document followed one another."""
+"""Version of a stream's state, and of the order in which its run continues."""
 
 STATE = {
     "epoch": EPOCH,
@@ -58,11 +57,11 @@ class CorpusWalk:
         window = rules.window if rules.splits else np.iinfo(np.int64).max
         self._order = PieceOrder(corpus.lengths, window)
         self._begun: tuple[object, ...] | None = None  # what the order is of
-        self.place(np.zeros(10, dtype=np.int64), VERSION)
+        self.place(np.zeros(10, dtype=np.int64))
 
-    def place(self, row: IntArray, version: int) -> None:
-        """Go on after this row; only its STATE columns matter. `version` is the state's, see VERSION."""
-        self.row, self._version = row.copy(), version  # where the walk stands
+    def place(self, row: IntArray) -> None:
+        """Go on after this row; only its STATE columns matter."""
+        self.row = row.copy()  # where the walk stands
         self._begin_epoch()
         self._fill(int(row[CURSOR]), int(row[RESUME]) // self._piece_unit)
 
@@ -93,9 +92,9 @@ class CorpusWalk:
 
     def _begin_epoch(self) -> None:
         epoch, seed = int(self.row[EPOCH]), self._rules.seed
-        is_spread = self._version >= 3 and seed is not None
+        is_spread = seed is not None
         self._piece_unit = 1 if is_spread else self._rules.window
-        order_key = epoch, self._version, self.position
+        order_key = epoch, self.position
         if self._begun != order_key:
             seeds = None if seed is None else [seed, self.position, epoch]
             self._order.begin(seeds, is_spread=is_spread)
@@ -160,7 +159,6 @@ class DocumentStream:
         self._corpora = corpora
         self._weights = [corpus.weight for corpus in corpora]
         self._walks = [CorpusWalk(corpus, rules, position) for position, corpus in enumerate(corpora)]
-        self._version = VERSION
         self._restart([walk.row.copy() for walk in self._walks])
 
     @classmethod
@@ -203,7 +201,7 @@ class DocumentStream:
             {**{name: int(row[column]) for name, column in STATE.items()}, "position": walk.position}
             for row, walk in zip(self._places(), self._walks, strict=True)
         ]
-        return {"version": self._version, "fingerprint": self.fingerprint, "corpora": corpora}
+        return {"version": VERSION, "fingerprint": self.fingerprint, "corpora": corpora}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continues where `state` was taken. WlbError, and no change, unless corpora and rules are the same.
@@ -212,9 +210,9 @@ class DocumentStream:
         longest length depends on the layout, but a run's order must not.
         """
         version = state.get("version")
-        if not isinstance(version, int) or not 2 <= version <= VERSION:
+        if version != VERSION:
             raise WlbError(
-                f"saved document stream has version {version}, this one reads 2 to {VERSION}; "
+                f"saved document stream has version {version}, this one reads {VERSION}; "
                 "resume with the release that saved it"
             )
         try:
@@ -238,7 +236,6 @@ class DocumentStream:
         if rules != self.rules:
             self.rules, self.fingerprint = rules, now
             self._walks = [CorpusWalk(corpus, rules, number) for number, corpus in enumerate(self._corpora)]
-        self._version = version
         for walk, position in zip(self._walks, positions, strict=True):
             walk.position = position
         self._restart(rows)
@@ -251,7 +248,7 @@ class DocumentStream:
 
     def _restart(self, rows: list[IntArray]) -> None:
         for walk, row in zip(self._walks, rows, strict=True):
-            walk.place(row, self._version)
+            walk.place(row)
         self._settled = rows
         self._ahead = [np.empty((0, 10), dtype=np.int64) for _ in rows]  # cut, not yet in a block
         self._block: list[Piece] = []

@@ -12,7 +12,6 @@ more.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -57,6 +56,8 @@ def take_up(planner: Planner, samples: int, state: Mapping[str, Any], *, next_ep
     stream = planner.stream
     now = stream.state()
     saved, window = state["stream"], now["fingerprint"]["window"]
+    if saved["version"] != VERSION:
+        raise ValueError(f"a document stream of version {saved['version']}")
     places, moves = _places(saved, now["fingerprint"], next_epoch)
     kept_pieces: list[Piece] = []
     lost_pieces: list[Piece] = []
@@ -67,7 +68,7 @@ def take_up(planner: Planner, samples: int, state: Mapping[str, Any], *, next_ep
         else:
             kept_pieces += _cut(piece._replace(document=piece.document + further), window)
     stream.load_state({**now, "version": VERSION, "corpora": places})
-    planner.begin_at(samples, kept_pieces, state.get("trained"))
+    planner.begin_at(samples, kept_pieces, state["trained"])
     known_count = len(moves)
     on = sum(place["cursor"] > 0 or place["resume"] > 0 for place in places)
     begun, gone = (len(corpora) - known_count for corpora in (places, saved["corpora"]))
@@ -87,9 +88,7 @@ def _places(
     before, rules = saved["fingerprint"]["corpora"], saved["fingerprint"]
     positions = [row.get("position", number) for number, row in enumerate(saved["corpora"])]
     next_position, unmatched = 1 + max(positions), list(range(len(before)))
-    same_order = saved["version"] == VERSION and all(
-        rules[name] == now[name] for name in ("seed", "window", "overlong")
-    )
+    same_order = all(rules[name] == now[name] for name in ("seed", "window", "overlong"))
     places, moves = [], []
     for corpus in now["corpora"]:
         matches = [
@@ -138,21 +137,8 @@ def chosen(config: WlbConfig, packer: Packer) -> dict[str, Any]:
 
 
 def saved_choices(state: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The choices of the run that saved this packing state. Empty where there is none, or it cannot be read.
-
-    States without a record of choices hold token_weights by itself. Those of 0.1.0 do not: a token weighed by its step
-    there. Whether documents were in chunks is among their packer's settings. None of them bounds a step's tokens.
-    """
-    if not state:
-        return {}
-    before = {
-        "token_weights": state.get("token_weights", "step"),
-        "keeps_layers": False,
-        "batch_spread": None,
-    }
-    with suppress(LookupError, TypeError):  # a damaged state is told when it is loaded
-        before["chunks"] = "chunks" in state["planner"]["packer"]["settings"]
-    return {**before, **state.get("choices", {})}
+    """The choices of the run that saved this packing state. Empty where there is none, or it cannot be read."""
+    return {} if state is None else state.get("choices", {})
 
 
 def began_otherwise(config: WlbConfig, packer: Packer, saved: Mapping[str, Any]) -> WlbConfig | None:
@@ -162,10 +148,10 @@ def began_otherwise(config: WlbConfig, packer: Packer, saved: Mapping[str, Any])
         return None
     now = chosen(config, packer)
     auto = config.chunks == "auto" and config.overlong != "chunk" and config.cp_mode == "fixed"
-    changed = auto and saved.get("chunks", now["chunks"]) != now["chunks"]
+    changed = auto and saved["chunks"] != now["chunks"]
     if changed:
         config = replace(config, chunks="on" if saved["chunks"] else "off")
-    return config if changed or (now["keeps_layers"] and not saved.get("keeps_layers")) else None
+    return config if changed or (now["keeps_layers"] and not saved["keeps_layers"]) else None
 
 
 def keep(config: WlbConfig, packer: Packer, saved: Mapping[str, Any]) -> tuple[WlbConfig, list[str]]:
@@ -185,7 +171,7 @@ def keep(config: WlbConfig, packer: Packer, saved: Mapping[str, Any]) -> tuple[W
             ]
     elif before != now:
         lines = [f"--wlb-token-weights is {now} from here on, where the checkpoint's run had {before}"]
-    return replace(config, fresh_order=config.fresh_order or saved.get("fresh_order", False)), lines
+    return replace(config, fresh_order=config.fresh_order or saved["fresh_order"]), lines
 
 
 def _token_weights(config: WlbConfig, packer: Packer) -> str:

@@ -239,10 +239,8 @@ def encode(waiting_pieces: Iterable[Waiting]) -> str:
     return base64.b64encode(zlib.compress(rows.T.tobytes(), 1)).decode()
 
 
-def decode(saved: str | Iterable[Sequence[int]]) -> list[Waiting]:
-    """What was encoded; or rows [epoch, document, start, end, entry], as states of version 2 have them."""
-    if not isinstance(saved, str):
-        return [Waiting(Piece(*(int(x) for x in row[:4])), int(row[4])) for row in saved]
+def decode(saved: str) -> list[Waiting]:
+    """What was encoded."""
     try:
         columns = np.frombuffer(zlib.decompress(base64.b64decode(saved)), dtype="<i8").reshape(5, -1).tolist()
     except (ValueError, zlib.error):

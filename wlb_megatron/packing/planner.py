@@ -11,14 +11,13 @@ from typing import Any
 
 from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.errors import WlbError
-from wlb_megatron.packing.packer import Grid, Packer
+from wlb_megatron.packing.packer import Grid, Packer, encode
 from wlb_megatron.pipeline.orders import groups
 from wlb_megatron.pipeline.step_law import StepLaw
 from wlb_megatron.plan import IterationPlan, MicroBatch, Piece
 from wlb_megatron.workload.cost_model import UNITS_PER_TOKEN
 
 STATE_VERSION = 3
-"""Version 2, of release 0.1.0, holds waiting pieces as rows."""
 
 
 class Planner:
@@ -76,7 +75,7 @@ class Planner:
         self.trained = self.taken if trained_tokens is None else trained_tokens
         self._put_back = deque(first_pieces)
         if self.packer.waiting:  # of a state that was loaded before
-            self.packer.load_state({**self.packer.state(), "waiting": []})
+            self.packer.load_state({**self.packer.state(), "waiting": encode([])})
         self._waiting = self.packer.waiting
         self.iteration = self.put_back = 0
         self._ended = False
@@ -170,11 +169,11 @@ class Planner:
     def load_state(self, state: dict[str, Any]) -> None:
         """Continues after the iteration at which `state` was taken. Raises ValueError if it does not fit.
 
-        The schedule may differ for what has not been taken in yet. States of version 2 are accepted, too.
+        The schedule may differ for what has not been taken in yet.
         """
-        if state.get("version") not in (2, STATE_VERSION):
+        if state.get("version") != STATE_VERSION:
             raise WlbError(
-                f"planner state of version {state.get('version')!r}, this release reads 2 to {STATE_VERSION}: "
+                f"planner state of version {state.get('version')!r}, this release reads {STATE_VERSION}: "
                 "resume with the release that wrote it"
             )
         if state["sample_tokens"] != self._tokens(1):
@@ -192,15 +191,13 @@ class Planner:
             )
         self.stream.load_state(state["stream"])
         self.packer.load_state(state["packer"])
-        self.began = int(state.get("began", 0))
+        self.began = int(state["began"])
         self.iteration = int(state["iteration"])
         self.samples = samples
         self.taken = int(state["taken"])
         self._waiting = self.packer.waiting
-        waiting_tokens = sum(piece.tokens for piece in self._waiting)
-        # States saved before it was counted lack it.
-        self.trained = int(state.get("trained", self.taken - waiting_tokens))
-        self.above_spread = int(state.get("above_spread", 0))
+        self.trained = int(state["trained"])
+        self.above_spread = int(state["above_spread"])
         # A run that had ended may go on for more epochs.
         self._ended = bool(state["ended"]) and self.until is None
         self.put_back = int(state["put_back_so_far"])

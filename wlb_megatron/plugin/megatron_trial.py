@@ -14,10 +14,8 @@ import argparse
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -90,14 +88,11 @@ def _refusal(version: str) -> str | None:
 
 def check() -> float:
     """Run the check's ranks on this machine's CPU; the largest error. WlbError with what differs, or why it failed."""
-    with tempfile.TemporaryDirectory() as folder:
-        meeting = str(Path(folder) / "meeting")
-        work = "from wlb_megatron.plugin import hooks, megatron_trial as trial; trial.serve(hooks.install)"
-        commands = [[sys.executable, "-P", "-c", work, str(rank), meeting] for rank in range(RANKS)]
-        try:
-            outputs = run_ranks(commands, _environment(), SECONDS)
-        except TimeoutError:
-            raise WlbError(f"it did not finish within {SECONDS} s") from None
+    work = "from wlb_megatron.plugin import hooks, megatron_trial as trial; trial.serve(hooks.install)"
+    try:
+        outputs = run_ranks([sys.executable, "-P", "-c", work], RANKS, _environment(), SECONDS)
+    except TimeoutError:
+        raise WlbError(f"it did not finish within {SECONDS} s") from None
     return judged([Comparison(*figures) for out in outputs for figures in json.loads(out.splitlines()[-1])])
 
 
@@ -123,9 +118,7 @@ def _environment() -> dict[str, str]:
     return {
         **environment,
         "PYTHONPATH": os.pathsep.join([str(CPU), *filter(None, sys.path)]),
-        "PYTHONWARNINGS": "ignore",
         "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",
         "TORCHDYNAMO_DISABLE": "1",
     }
 
@@ -158,6 +151,7 @@ def try_transformer_engine(job: TrainingJob) -> None:
 
 LENGTHS = ((9, 1, 14, 8), (5, 30, 3, 7, 11))
 """Documents (tokens) of two micro-batches, which are multiples of 2 x RANKS: none is padded."""
+PREDICTIONS = sum(length - 1 for lengths in LENGTHS for length in lengths)
 
 VOCABULARY, HIDDEN, HEADS, FFN, ROTARY_BASE = 64, 32, 4, 48, 10000.0
 EXPERTS, TOPK = 4, 2
@@ -166,44 +160,34 @@ EXPERTS, TOPK = 4, 2
 
 def loss_of(
     weights: Mapping[str, Tensor], micro_batches: Sequence[Sequence[Tensor]], aux: float, z: float
-) -> tuple[Tensor, int]:
-    """The step's loss, a mean over its predictions, and how many these are.
+) -> Tensor:
+    """The step's loss, a mean over its predictions.
 
     micro_batches: each one's documents, int64[n] token ids. aux, z: coefficients of the routers' losses, each a mean
     over a micro-batch, which weighs by its tokens.
     """
-    total, predictions = torch.zeros((), dtype=torch.float64), 0
+    total = torch.zeros((), dtype=torch.float64)
     for documents in micro_batches:
-        tokens, logits = sum(map(len, documents)), []
-        for ids in documents:
-            hidden, routed = _layer(weights, ids)
-            logits.append(routed)
-            normed = _norm(hidden, weights["decoder.final_layernorm.weight"])
-            scores = normed @ weights["output_layer.weight"].T
-            total = total + functional.cross_entropy(scores[:-1], ids[1:], reduction="sum")
-            predictions += len(ids) - 1
-        routed = torch.cat(logits)
-        routes = torch.zeros_like(routed).scatter(1, routed.topk(TOPK).indices, 1.0)
-        shares = routes.mean(0) / TOPK * routed.softmax(-1).mean(0)
-        total = total + tokens * aux * EXPERTS * shares.sum()
-        total = total + tokens * z * routed.logsumexp(-1).square().mean()
-    return total / predictions, predictions
+        scores, routed = zip(*(_forward(weights, ids) for ids in documents), strict=True)
+        for each, ids in zip(scores, documents, strict=True):
+            total = total + functional.cross_entropy(each[:-1], ids[1:], reduction="sum")
+        logits = torch.cat(routed)
+        routes = torch.zeros_like(logits).scatter(1, logits.topk(TOPK).indices, 1.0)
+        shares = routes.mean(0) / TOPK * logits.softmax(-1).mean(0)
+        routers = aux * EXPERTS * shares.sum() + z * logits.logsumexp(-1).square().mean()
+        total = total + len(logits) * routers
+    return total / PREDICTIONS
 
 
-def _layer(weights: Mapping[str, Tensor], ids: Tensor) -> tuple[Tensor, Tensor]:
-    """[n, hidden] of one document, and its router's logits."""
-    layer = {
-        name.removeprefix("decoder.layers.0."): weight
-        for name, weight in weights.items()
-        if name.startswith("decoder.layers.0.")
-    }
-    hidden = weights["embedding.word_embeddings.weight"][ids]
+def _forward(weights: Mapping[str, Tensor], ids: Tensor) -> tuple[Tensor, Tensor]:
+    """[n, vocabulary] of one document, and its router's logits."""
+    layer = {name.removeprefix("decoder.layers.0."): weight for name, weight in weights.items()}
+    hidden = layer["embedding.word_embeddings.weight"][ids]
     normed = _norm(hidden, layer["input_layernorm.weight"])
     # Query, key and value of a head lie beside each other.
     qkv = (normed @ layer["self_attention.linear_qkv.weight"].T).view(len(ids), HEADS, 3, -1)
-    query, key, value = (part.transpose(0, 1) for part in qkv.unbind(2))
-    query, key = _rotated(query), _rotated(key)
-    out = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    query, key, value = qkv.permute(2, 1, 0, 3)
+    out = functional.scaled_dot_product_attention(_rotated(query), _rotated(key), value, is_causal=True)
     hidden = hidden + out.transpose(0, 1).flatten(1) @ layer["self_attention.linear_proj.weight"].T
     normed = _norm(hidden, layer["pre_mlp_layernorm.weight"])
     logits = normed @ layer["mlp.router.weight"].T
@@ -214,21 +198,21 @@ def _layer(weights: Mapping[str, Tensor], ids: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = (normed @ layer[f"{expert}.linear_fc1.weight"].T).chunk(2, -1)
         answer = (functional.silu(gate) * up) @ layer[f"{expert}.linear_fc2.weight"].T
         hidden = hidden + shares[:, number, None] * answer
-    return hidden, logits
+    normed = _norm(hidden, layer["decoder.final_layernorm.weight"])
+    return normed @ layer["output_layer.weight"].T, logits
 
 
 def _norm(x: Tensor, weight: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * weight
+    return functional.rms_norm(x, weight.shape, weight, 1e-5)
 
 
 def _rotated(x: Tensor) -> Tensor:
     """[heads, n, channels] at positions 0 .. n - 1, halves of the channels rotated together."""
-    channels = x.shape[-1]
-    speeds = ROTARY_BASE ** (-torch.arange(0, channels, 2, dtype=x.dtype) / channels)
+    half = x.shape[-1] // 2
+    speeds = ROTARY_BASE ** (-torch.arange(half, dtype=x.dtype) / half)
     angles = torch.arange(x.shape[1], dtype=x.dtype)[:, None] * speeds
-    angles = torch.cat([angles, angles], -1)
-    first, second = x.chunk(2, -1)
-    return x * angles.cos() + torch.cat([-second, first], -1) * angles.sin()
+    turned = torch.complex(*x.chunk(2, -1)) * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat([turned.real, turned.imag], -1)
 
 
 def rank_comparisons(meeting: str, rank: int, install: Callable[[], None]) -> list[Comparison]:
@@ -252,40 +236,32 @@ def rank_comparisons(meeting: str, rank: int, install: Callable[[], None]) -> li
 def _compared(rank: int) -> list[Comparison]:
     """A step without routers' losses, one with the balancing loss alone, one with the z-loss alone, and one without
     them whose losses are made right before their backwards."""
-    plain: dict[str, Any] = {}
-    comparisons = []
-    for what, aux, z in (
-        ("gradients", 0.0, 0.0),
-        ("routers' auxiliary loss (its gradients)", 0.3, 0.0),
-        ("routers' z-loss (its gradients)", 0.0, 0.3),
-    ):
-        loss, gradients, right_loss, expected = _step(rank, aux, z)
-        if not plain:
-            comparisons.append(Comparison("loss", abs(loss / right_loss - 1), loss / right_loss))
-            exact, computed = _flat(expected), _flat(gradients)
-            plain = {"right": exact, "given": computed}
-        else:
-            exact, computed = _flat(expected) - plain["right"], _flat(gradients) - plain["given"]
-        comparisons.append(_comparison(what, exact, computed))
-    _, gradients, _, expected = _step(rank, 0.0, 0.0, deferred=True)
-    comparisons.append(_comparison("gradients of deferred losses", _flat(expected), _flat(gradients)))
-    return comparisons
+    loss, computed, right_loss, exact = _step(rank)
+    comparisons = [
+        Comparison("loss", abs(loss / right_loss - 1), loss / right_loss),
+        _comparison("gradients", exact, computed),
+    ]
+    for name, aux, z in (("auxiliary loss", 0.3, 0.0), ("z-loss", 0.0, 0.3)):
+        _, with_it, _, exact_with_it = _step(rank, aux, z)
+        what = f"routers' {name} (its gradients)"
+        comparisons.append(_comparison(what, exact_with_it - exact, with_it - computed))
+    _, deferred, _, exact = _step(rank, deferred=True)
+    return [*comparisons, _comparison("gradients of deferred losses", exact, deferred)]
 
 
-def _comparison(what: str, exact: Any, computed: Any) -> Comparison:
+def _comparison(what: str, exact: Tensor, computed: Tensor) -> Comparison:
     size = float(exact.norm())
     strength = float(exact @ computed) / size**2
     return Comparison(what, float((computed - exact).norm()) / size, strength)
 
 
-def _flat(tensors: dict[str, Any]) -> Any:
-    return torch.cat([tensors[name].double().flatten() for name in sorted(tensors)])
-
-
 def _step(
-    rank: int, aux: float, z: float, *, deferred: bool = False
-) -> tuple[float, dict[str, Any], float, dict[str, Any]]:
-    """Loss and gradients (by parameter) through Megatron, and the right ones. deferred: see losses.py."""
+    rank: int, aux: float = 0.0, z: float = 0.0, *, deferred: bool = False
+) -> tuple[float, Tensor, float, Tensor]:
+    """Loss and gradients (of all parameters, end to end) through Megatron, and the right ones. deferred: see losses.py.
+
+    The losses are as Megatron's log has them, without the routers'.
+    """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from wlb_megatron.plugin.step.losses import deferring
@@ -296,13 +272,12 @@ def _step(
         for lengths in LENGTHS
     ]
     model = _model(aux, z)
-    parameters = dict(model.module.named_parameters())
-    for name in sorted(parameters):
-        draw = torch.randn(parameters[name].shape, generator=generator)
-        parameters[name].data.copy_(1 + 0.1 * draw if "norm" in name else 0.2 * draw)
+    parameters = dict(sorted(model.module.named_parameters()))
+    for name, parameter in parameters.items():
+        draw = torch.randn(parameter.shape, generator=generator)
+        parameter.data.copy_(1 + 0.1 * draw if "norm" in name else 0.2 * draw)
     weights = {name: parameter.detach().double().requires_grad_() for name, parameter in parameters.items()}
-    right_loss, predictions = loss_of(weights, documents, aux, z)
-    expected = torch.autograd.grad(right_loss, list(weights.values()))
+    exact = torch.autograd.grad(loss_of(weights, documents, aux, z), list(weights.values()))
     model.zero_grad_buffer()
     with deferring(deferred, model.config, len(documents)):
         losses = get_forward_backward_func()(
@@ -316,10 +291,9 @@ def _step(
         )
     sums = sum(microbatch["lm loss"].double() for microbatch in losses)
     dist.all_reduce(sums)
-    plain, _ = loss_of(weights, documents, 0.0, 0.0)
-    gradients = {name: parameter.main_grad.clone() for name, parameter in parameters.items()}
-    # As Megatron's log has it: a sum over a count, of all ranks. The routers' losses are not in it.
-    return float(sums[0]) / predictions, gradients, float(plain), dict(zip(weights, expected, strict=True))
+    right_loss = float(loss_of(weights, documents, 0.0, 0.0))
+    gradients = torch.cat([parameter.main_grad.double().flatten() for parameter in parameters.values()])
+    return float(sums[0]) / PREDICTIONS, gradients, right_loss, torch.cat([each.flatten() for each in exact])
 
 
 def _model(aux: float, z: float) -> Any:
@@ -331,6 +305,7 @@ def _model(aux: float, z: float) -> Any:
 
     from wlb_megatron.plugin.model.spec import plan_positions, with_wlb_attention
 
+    fusions = "bias_activation", "bias_dropout", "apply_rope", "masked_softmax", "gradient_accumulation"
     config = TransformerConfig(
         num_layers=1,
         hidden_size=HIDDEN,
@@ -351,12 +326,8 @@ def _model(aux: float, z: float) -> Any:
         attention_dropout=0.0,
         hidden_dropout=0.0,
         use_cpu_initialization=True,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        apply_rope_fusion=False,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
         params_dtype=torch.float32,
+        **dict.fromkeys((f"{name}_fusion" for name in fusions), False),  # their kernels need a GPU
     )
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
     gpt = GPTModel(
@@ -380,15 +351,16 @@ def _batches(rank: int, documents: list[list[Any]]) -> Iterator[dict[str, Any]]:
 
     for pieces, lengths in zip(documents, LENGTHS, strict=True):
         plan = shard(lengths, RANKS, "per-document")
-        held_index = torch.from_numpy(plan.packed_index(rank))
+        index = torch.from_numpy(plan.packed_index(rank))
         labels = torch.cat([ids.roll(-1) for ids in pieces])
         mask = torch.cat([torch.arange(length) < length - 1 for length in lengths]).float()
         yield {
-            "tokens": torch.cat(pieces)[held_index][None],
-            "labels": labels[held_index][None],
-            "loss_mask": mask[held_index][None],
+            "input_ids": torch.cat(pieces)[index][None],
             "position_ids": torch.from_numpy(plan.positions(rank))[None],
-            "params": packed_seq_params(attention_layout(plan, rank), "cpu"),
+            "attention_mask": None,
+            "labels": labels[index][None],
+            "loss_mask": mask[index][None],
+            "packed_seq_params": packed_seq_params(attention_layout(plan, rank), "cpu"),
         }
 
 
@@ -397,14 +369,7 @@ def _forward_step(data_iterator: Iterator[dict[str, Any]], model: Any) -> tuple[
     from wlb_megatron.plugin.step.losses import claim
 
     batch = next(data_iterator)
-    output = model(
-        batch["tokens"],
-        batch["position_ids"],
-        None,
-        labels=batch["labels"],
-        loss_mask=batch["loss_mask"],
-        packed_seq_params=batch["params"],
-    )
+    output = model(**batch)
     function, deferred = partial(sum_of_losses, batch["loss_mask"]), claim(output)
     return output, function if deferred is None else partial(deferred.begin, function)
 

@@ -23,8 +23,6 @@ from wlb_megatron.pipeline.orders import documents_in_chunks
 from wlb_megatron.plan import IterationPlan
 from wlb_megatron.plugin.flags.refusal_printing import never_fatal
 from wlb_megatron.plugin.job_state import part
-from wlb_megatron.plugin.logs import stragglers
-from wlb_megatron.plugin.logs.stragglers import Drift
 from wlb_megatron.plugin.micro_batches.loaded import LoadedMicroBatch
 from wlb_megatron.plugin.micro_batches.planning import PlannedIteration, PlannedMicroBatch
 from wlb_megatron.report.terminal import duration
@@ -71,14 +69,13 @@ _NO_FIGURES = "figures of an iteration are not reported"
 
 @dataclass(slots=True)
 class Figures:
-    """pending: figures of the iteration that is not yet logged, and when it began (perf_counter). drift: compares
-    measured with predicted times. thrown_away: iterations, documents and tokens since the last line whose update
-    Megatron threw away (in fp16, if a gradient overflows). memory_peak: bytes over all steps; steps that plan what they
-    recompute reset torch's. predicted_ms: sums since the start in arrival order, and as planned.
+    """pending: figures of the iteration that is not yet logged, and when it began (perf_counter). thrown_away:
+    iterations, documents and tokens since the last line whose update Megatron threw away (in fp16, if a gradient
+    overflows). memory_peak: bytes over all steps; steps that plan what they recompute reset torch's. predicted_ms: sums
+    since the start in arrival order, and as planned.
     """
 
     pending: tuple[dict[str, Any], float] | None = None
-    drift: Drift = field(default_factory=Drift)
     progress: Progress = field(default_factory=Progress)
     thrown_away: Counter[str] = field(default_factory=Counter)
     memory_peak: int = 0
@@ -129,8 +126,6 @@ def report_iteration(iteration: int, skipped: int) -> None:
     from wlb_megatron.plugin.logs import flops
 
     state = part(Figures)
-    with never_fatal("the ranks' pace is not measured"):
-        _warn(stragglers.after_iteration(int(iteration)))
     if state.pending is None:
         return
     (figures, step_start), state.pending = state.pending, None
@@ -138,7 +133,7 @@ def report_iteration(iteration: int, skipped: int) -> None:
         seconds = time.perf_counter() - step_start
         gpus = torch.distributed.get_world_size()
         figures |= state.progress.add(figures["iteration"], get_args().train_iters)
-        figures |= stragglers.figures() | state.of_memory()
+        figures |= state.of_memory()
         if get_args().distributed_backend == "nccl":
             state.memory_peak = max(state.memory_peak, torch.cuda.max_memory_allocated())
             figures["memory_peak_gb"] = round(state.memory_peak / 1e9, 2)
@@ -153,21 +148,16 @@ def _report(figures: dict[str, Any]) -> None:
     from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer
 
     args, iteration, state = get_args(), figures["iteration"], part(Figures)
-    warning = None
-    if (predicted_ms := figures["predicted_ms"]) is not None:
-        warning = state.drift.add(predicted_ms, figures["measured_ms"])
-        if (arrival := figures["arrival_ms"]) is not None:
-            state.predicted_ms = state.predicted_ms[0] + arrival, state.predicted_ms[1] + predicted_ms
+    predicted_ms, arrival = figures["predicted_ms"], figures["arrival_ms"]
+    if predicted_ms is not None and arrival is not None:
+        state.predicted_ms = state.predicted_ms[0] + arrival, state.predicted_ms[1] + predicted_ms
     if figures.get("update_skipped"):
         state.thrown_away.update(iterations=1, documents=figures["documents"], tokens=figures["tokens"])
     with never_fatal("the log line is not printed"):
         if iteration % args.log_interval == 0:
             gain = state.predicted_ms[0] / state.predicted_ms[1] if state.predicted_ms[1] else None
-            print(log_line(figures, state.drift.scale, state.thrown_away, gain=gain), flush=True)
+            print(log_line(figures, state.thrown_away, gain=gain), flush=True)
             state.thrown_away.clear()
-        if warning is not None:
-            no_rank = "no rank computes slower alone: look at the network, or at work that plans do not count"
-            _warn(f"{warning}; {stragglers.name_slowest() or no_rank}")
     writer, wandb = get_tensorboard_writer(), get_wandb_writer()
     scalars = {f"wlb/{name}": value for name, value in figures.items() if name not in _LONG}
     if writer and iteration % args.tensorboard_log_interval == 0:
@@ -181,11 +171,6 @@ def _report(figures: dict[str, Any]) -> None:
             # The epochs of a blend of thousands are long: they stand in the lines that are logged, too.
             line_figures = figures if iteration % args.log_interval == 0 else {**figures, "epochs": None}
             append_line(args.wlb_log, json.dumps(line_figures))
-
-
-def _warn(warning: str | None) -> None:
-    if warning is not None:
-        print(f"WARNING: wlb_megatron: {warning}", flush=True)
 
 
 def _add_scalars(writer: Any, scalars: dict[str, Any], iteration: int) -> None:
@@ -212,14 +197,13 @@ def append_line(path: str, line: str) -> None:
 
 def log_line(
     figures: dict[str, Any],
-    scale: float | None,
     thrown_away: Mapping[str, int] = MappingProxyType({}),
     *,
     gain: float | None = None,
 ) -> str:
-    """One line of an iteration. scale: measured over predicted time, as the run's first iterations tell it.
-    thrown_away: iterations, documents and tokens whose update was not applied, since the last line. gain: arrival
-    order's predicted time over this one's, so far. A CPU's figures have no rates and no memory."""
+    """One line of an iteration. thrown_away: iterations, documents and tokens whose update was not applied, since the
+    last line. gain: arrival order's predicted time over this one's, so far. A CPU's figures have no rates and no
+    memory."""
     rate = "".join(
         f", {figures[name]:.0f}{unit}"
         for name, unit in (("tokens_per_second_per_gpu", "/s/GPU"), ("tflops_per_gpu", " TFLOP/s/GPU"))
@@ -257,7 +241,6 @@ def log_line(
     if figures["predicted_ms"] is None:
         return line
     line += f" | ms: {figures['measured_ms']:.1f}, predicted {figures['predicted_ms']:.1f}"
-    line += "" if scale is None else f" (x {scale:.3f} so far)"
     return line if gain is None else line + f" | predicted gain over arrival order: {gain:.3f} so far"
 
 

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import json
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,14 +27,12 @@ from megatron.core.transformer import transformer_block
 from wlb_megatron.packing.limits import GpuMemory
 from wlb_megatron.pipeline.kept_layers import KeptLayers, plan_kept_layers
 from wlb_megatron.pipeline.orders import grouped_orders
-from wlb_megatron.plugin.flags.refusal_printing import never_fatal
 from wlb_megatron.plugin.flags.training_job import TrainingJob
 from wlb_megatron.plugin.job_state import part
 from wlb_megatron.plugin.logs.metrics import Figures
 from wlb_megatron.plugin.micro_batches.planning import PlannedMicroBatch
 from wlb_megatron.plugin.model.delta_nets import is_delta_net
 from wlb_megatron.plugin.model.routing import unwrapped
-from wlb_megatron.plugin.stores import common_store
 from wlb_megatron.refusals import RefusedHere
 from wlb_megatron.workload.memory import GIB, StageMemory
 from wlb_megatron.workload.model import WHOLE, WHOLE_NET
@@ -76,7 +73,6 @@ class StepMemory:
     recomputed: int = 0
     by_flags: int = 0
     layers: int = 0
-    iteration: int = -1
 
 
 @dataclass(slots=True)
@@ -91,7 +87,6 @@ class Recomputation:
         numbers: layers to recompute [micro-batch][model chunk] in the step that runs, None outside of one.
         flags: method and number of each model chunk, as Megatron was given them.
         growing: the allocator's segments grow.
-        store: the stages of the first replica say there what their last step took.
     """
 
     active: bool = False
@@ -111,7 +106,6 @@ class Recomputation:
     last: StepMemory = field(default_factory=StepMemory)
     suspended: bool = False
     growing: bool = True
-    store: Any = None
 
 
 def begin(gpu: GpuMemory | None, job: TrainingJob, *, registered: bool = False) -> str | None:
@@ -130,7 +124,6 @@ def begin(gpu: GpuMemory | None, job: TrainingJob, *, registered: bool = False) 
     state.cap = None if job.config.gpu_memory is None else int(job.config.gpu_memory * GIB)
     state.group = _meeting_ranks(gpu, job.trainer.in_step)
     part(Figures).of_memory = figures
-    state.store = common_store("step memory") if gpu.layout.pipeline > 1 else None
     if not state.on_gpu:
         return None
     state.growing, line = _grow_segments(registered)
@@ -193,8 +186,6 @@ def planned(batches: Sequence[PlannedMicroBatch], model: Any) -> Iterator[None]:
     try:
         yield
         _measure(state, rehearsed=rehearsed)
-        with never_fatal("the log has no memory of all stages"):
-            _tell(state)
     except torch.OutOfMemoryError as error:
         if rehearsed or state.last.recomputed == state.last.by_flags:
             raise  # the rehearsal says what to do, and the flags are not ours
@@ -277,7 +268,6 @@ def _plan(state: Recomputation, batches: Sequence[PlannedMicroBatch], decoders: 
         recomputed=sum(map(sum, numbers)),
         by_flags=len(numbers) * sum(chunk.recomputed for chunk in state.memory.chunks),
         layers=len(numbers) * sum(chunk.layers for chunk in state.memory.chunks),
-        iteration=batches[0].iteration,
     )
     return plan
 
@@ -317,49 +307,17 @@ def _agreed(state: Recomputation, available: int) -> int:
     return -least_bytes
 
 
-def _tell(state: Recomputation) -> None:
-    """Say what the step took, for the log. One replica's stages do: their number is small, whatever the job's size."""
-    if state.store is None or state.last.iteration < 0:
-        return
-
-    ranks = (
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_data_parallel_rank(with_context_parallel=True),
-    )
-    if ranks == (0, 0):
-        stage = parallel_state.get_pipeline_model_parallel_rank()
-        state.store.set(str(stage), json.dumps(astuple(state.last)))
-
-
-def _steps_of_all_stages() -> list[StepMemory]:
-    """What the last step took on each stage of the first replica; on this rank's alone where one has not said it.
-
-    Asked after Megatron has clipped gradients by their norm over all stages, for which each has run its backwards.
-    """
-    state = part(Recomputation)
-    if state.store is None or state.gpu is None:
-        return [state.last]
-    stages = [str(stage) for stage in range(state.gpu.layout.pipeline)]
-    if not state.store.check(stages):
-        return [state.last]
-    steps = [StepMemory(*json.loads(text)) for text in state.store.multi_get(stages)]
-    return steps if all(step.iteration == state.last.iteration for step in steps) else [state.last]
-
-
 def figures() -> dict[str, Any]:
-    """Where steps plan what they recompute: the share of all stages' layers that the last step recomputed. Of the stage
-    that came closest to its limit, the peak above what was allocated before the step, planned and measured (GiB;
-    measured 0 without a GPU). Stages are those of the first replica."""
-    steps = [step for step in _steps_of_all_stages() if step.layers]
-    if not steps:
+    """Where steps plan what they recompute: the share of this stage's layers that the last step recomputed, and its
+    peak above what was allocated before the step, planned and measured (GiB; measured 0 without a GPU)."""
+    step = part(Recomputation).last
+    if not step.layers:
         return {}
-    fullest = max(steps, key=lambda step: (step.measured_peak or step.planned_peak) / max(1, step.available))
     return {
-        "recomputed_share": sum(step.recomputed for step in steps) / sum(step.layers for step in steps),
-        "fullest_stage": steps.index(fullest),
-        "planned_peak_gib": fullest.planned_peak / GIB,
-        "peak_gib": fullest.measured_peak / GIB,
-        "available_gib": fullest.available / GIB,
+        "recomputed_share": step.recomputed / step.layers,
+        "planned_peak_gib": step.planned_peak / GIB,
+        "peak_gib": step.measured_peak / GIB,
+        "available_gib": step.available / GIB,
     }
 
 
