@@ -1,11 +1,9 @@
 """Packaging of wlb_megatron; tool settings live in pyproject.toml."""
 
 import re
-import shutil
 from pathlib import Path
 
 from setuptools import find_packages, setup
-from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 
@@ -18,25 +16,13 @@ PROGRESS = ["rich>=13.0,<16"]
 PICTURES = ["matplotlib>=3.8,<4"]
 SOLVER = ["ortools>=9.10,<10"]
 TORCH = ["torch>=2.6,<2.15"]
-MEGATRON = ["megatron-core>=0.17.1,<=0.19.2", *TORCH, "psutil>=5.9,<8", "pyyaml>=6,<7"]
+MEGATRON = ["megatron-core>=0.18.2,<=0.19.2", *TORCH, "psutil>=5.9,<8", "pyyaml>=6,<7"]
 SFT = ["transformers>=5,<6"]  # Megatron's SFT tokenizer is made of it
 TRANSFORMER_ENGINE = ["transformer-engine[pytorch]>=2.18,<2.21"]
 
 # A beta called at private entry points: these very versions were run (attention/kernels/kernel_choice.py).
 # torch for CUDA 12 wants flash-attn-4 without [cu13].
 FA4 = ["flash-attn-4[cu13]==4.0.0b36", "nvidia-cutlass-dsl[cu13]==4.8.1", "quack-kernels==0.6.5"]
-
-
-class BuildWithPatches(build_py):
-    """Puts patches/ into the wheel, where `wlb-megatron patch` finds them without a checkout."""
-
-    def run(self) -> None:
-        super().run()
-        if not self.editable_mode:
-            shutil.copytree(
-                ROOT / "patches", Path(self.build_lib) / "wlb_megatron" / "patches", dirs_exist_ok=True
-            )
-
 
 setup(
     name="wlb-megatron",
@@ -68,5 +54,4 @@ setup(
         ],
     },
     entry_points={"console_scripts": ["wlb-megatron=wlb_megatron.cli:main"]},
-    cmdclass={"build_py": BuildWithPatches},
 )

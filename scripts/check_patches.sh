@@ -11,10 +11,6 @@ fi
 clone=$1
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
-patch() {
-    PYTHONPATH="$root" "$root/.venv/bin/python" -m wlb_megatron.cli patch "$@"
-}
-
 branch_of() { # the first of these names that the clone knows
     local name
     for name in "core_r$1.0" "origin/core_r$1.0" main origin/main; do
@@ -36,10 +32,10 @@ for version in $(sed -n 's/^Tried on megatron-core //p' "$root/patches/0001-pret
     git -C "$clone" archive "$branch" pretrain_gpt.py megatron | tar -x -C "$tree"
     cp -r "$tree" "$tree.before"
     for action in --check --apply --apply --check; do
-        patch "$action" "$tree" >"$scratch/said" || { cat "$scratch/said"; exit 1; }
+        "$root/patches/apply.sh" "$action" "$tree" >"$scratch/said"
     done
     [ "$(grep -c ' applied$' "$scratch/said")" -eq "$patches" ]
-    patch --revert "$tree" >/dev/null
+    "$root/patches/apply.sh" --revert "$tree" >/dev/null
     diff -r "$tree" "$tree.before"
     echo "$series: patches apply to and revert from $branch ($(git -C "$clone" rev-parse --short "$branch"))"
 done

@@ -23,8 +23,8 @@ fi
 layout=("${@:2}")
 compared=$((${#layout[@]} == 0))
 [ ${#layout[@]} -gt 0 ] || layout=(--context-parallel-size 2)
-wheels=(0.19.2 0.18.2 0.17.1)
-branches=(core_r0.19.0 core_r0.18.0 core_r0.17.0 core_r0.16.0 main dev pull-request/6742)
+wheels=(0.19.2 0.18.2)
+branches=(core_r0.19.0 core_r0.18.0 main dev pull-request/6742)
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 export XDG_CACHE_HOME="$scratch/cache" # checks of untried versions run here, and are forgotten
@@ -84,7 +84,7 @@ compare() { # compare NAME MEGATRON: rows of tests/megatron_combinations.py agai
     local rows=(--device cpu --iterations 2 --timeout 600 --out "$scratch/rows" --only)
     local multi_token=("MTP of 2, CP2xPP2")
     case $1 in
-    0.18.* | 0.17.* | core_r0.18.0 | core_r0.17.0 | core_r0.16.0) multi_token=() ;; # wlb_megatron.pretrain_gpt refuses it
+    0.18.* | core_r0.18.0) multi_token=() ;; # wlb_megatron.pretrain_gpt refuses it
     esac
     echo "$1 against one process"
     PYTHONPATH="$PYTHONPATH:$2:$scratch/needs" "$python" "$root/scripts/check_combinations.py" "${rows[@]}" \
@@ -98,10 +98,7 @@ for version in "${wheels[@]}"; do
     "$python" -m pip install --quiet --no-deps --target "$scratch/$version" "megatron-core==$version" \
         2>"$scratch/pip.log" || { cat "$scratch/pip.log"; exit 1; }
     train "$version -m wlb_megatron.pretrain_gpt" "$scratch/$version" -m wlb_megatron.pretrain_gpt
-    case $version in
-    0.17.*) ;; # has no HybridModel
-    *) train "$version -m wlb_megatron.pretrain_hybrid" "$scratch/$version" -m wlb_megatron.pretrain_hybrid "${hybrid[@]}" ;;
-    esac
+    train "$version -m wlb_megatron.pretrain_hybrid" "$scratch/$version" -m wlb_megatron.pretrain_hybrid "${hybrid[@]}"
     own "$version" "$scratch/$version"
     compare "$version" "$scratch/$version"
 done
@@ -114,9 +111,8 @@ for branch in "${branches[@]}"; do
         echo "$branch is not in this clone: left out"
         continue
     fi
-    mapfile -t scripts < <(git -C "$clone" ls-tree --name-only "$name" pretrain_hybrid.py hybrid_builders.py)
-    git -C "$clone" archive "$name" megatron pretrain_gpt.py gpt_builders.py model_provider.py "${scripts[@]}" |
-        tar -x -C "$tree"
+    git -C "$clone" archive "$name" megatron pretrain_gpt.py gpt_builders.py model_provider.py \
+        pretrain_hybrid.py hybrid_builders.py | tar -x -C "$tree"
     cp "$scratch"/0.19.2/megatron/core/datasets/helpers_cpp*.so "$tree/megatron/core/datasets/" # else make builds them
     commit=$(git -C "$clone" rev-parse --short "$name")
     train "$branch $commit launcher" "" -m wlb_megatron.launch "$tree/pretrain_gpt.py"
@@ -127,7 +123,7 @@ for branch in "${branches[@]}"; do
     esac
     own "$branch" "$tree"
     compare "$branch" "$tree"
-    "$python" -m wlb_megatron.cli patch --apply "$tree" >/dev/null
+    "$root/patches/apply.sh" --apply "$tree" >/dev/null
     train "$branch $commit patched" "" "$tree/pretrain_gpt.py"
 done
 exit "$failed"

@@ -250,6 +250,7 @@ KINDS = {"train": _train, "launch": _launch, "profile": _profile, "module": _mod
 def _forget() -> None:
     """Put back what modules of Megatron and of the plugin keep of a job."""
     import torch
+    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
     from megatron.training import training
 
     from wlb_megatron.plugin.job_state import begin_job
@@ -260,10 +261,7 @@ def _forget() -> None:
     ]:
         loader.close()
     training.destroy_global_state()
-    with contextlib.suppress(ImportError):  # from 0.18 on; it is sized by the last job's layers
-        from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
-
-        destroy_moe_metrics_tracker()
+    destroy_moe_metrics_tracker()  # it is sized by the last job's layers
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     begin_job()

@@ -206,9 +206,8 @@ def _read_once() -> None:
         setattr(owner, name, functools.cache(getattr(owner, name)))
     arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     importlib.metadata.entry_points(group="torch.distributed.backends")
-    if hasattr(filesystem_async, "get_write_results_queue"):  # not before 0.17
-        queue = filesystem_async.get_write_results_queue
-        filesystem_async.get_write_results_queue = functools.partial(queue, mp_mode="fork")
+    queue = filesystem_async.get_write_results_queue
+    filesystem_async.get_write_results_queue = functools.partial(queue, mp_mode="fork")
 
 
 def _lead(job: dict[str, Any], output: int, errors: int, status: int) -> int:

@@ -422,14 +422,6 @@ def variants_without_transformer_engine() -> None:
     specs.get_gated_delta_net_module_spec = partial(delta_net, specs.get_gated_delta_net_module_spec)
 
 
-def routers_without_transformer_engine() -> None:
-    """Routers of 0.16 ask for the name of a kernel of Transformer Engine's that they import where it is there alone."""
-    from megatron.core.transformer.moe import moe_utils
-
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
-
-
 def plan_at_random(seed: int) -> None:
     """Dynamic groups by chance: what trains must not depend on the plan."""
     from random_groups import random_plan
@@ -503,7 +495,6 @@ if __name__ == "__main__":
     if EXACT:
         core_attention._kernels = lambda *_: ("torch", TorchKernels())
     norms_for_sequence_parallelism()
-    routers_without_transformer_engine()
     if "--experimental-attention-variant" in sys.argv and find_spec("transformer_engine") is None:
         variants_without_transformer_engine()
     if "--fp8-format" in sys.argv and find_spec("transformer_engine") is None:

@@ -216,7 +216,7 @@ def test_every_script_that_is_named_somewhere_is_there() -> None:
 TAKES_FLAGS = ("refusals.py", "plugin/take_over.py", "plugin/pretrain_gpt.py")
 """Beside plugin/flags/, which reads them: what looks at any flag, sets some, or builds a model as Megatron does."""
 
-AS_MEGATRON_CALLS = ("plugin/plans/resume.py", "plugin/logs/flops.py")
+AS_MEGATRON_CALLS = ("plugin/plans/resume.py",)
 """Wrappers of functions of Megatron's that have its arguments as a parameter."""
 
 

@@ -70,7 +70,7 @@ def job(flags: str = "") -> Job:
     ],
 )
 def test_the_commands_know_trainings_limits_of_chunks(flags, megatron):
-    assert job(flags).trainer == replace(trainer_with(**megatron), release=None)
+    assert job(flags).trainer == trainer_with(**megatron)
 
 
 def test_chunks_that_cannot_be_trained_or_whose_keys_cross_a_slow_network_are_not_chosen(refused):

@@ -49,7 +49,7 @@ class Row:
     available: str
     in_step: bool = False
     needs: str = ""
-    since: float = 0.17
+    since: float = 0.18
     experts: bool = False
 
 
@@ -74,7 +74,7 @@ ROWS = {
     "VPP2 on PP2": Row(flags=f"{PP2} --num-virtual-stages-per-pipeline-rank 2", available="350000"),
     "HybridModel with experts, PP2": Row(
         **{"flags": f"{PP2} {BY_DOCUMENT_ALONE} {HYBRID} *E*-|*E-*", "documents": CHUNKS},
-        **{"available": "500000", "since": 0.18},
+        available="500000",
     ),
     "torch FSDP2, latent attention": Row(
         **{"flags": f"{FSDP2} {LATENT}", "in_step": True, "available": "480000,400000", "since": 0.19},

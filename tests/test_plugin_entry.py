@@ -82,7 +82,7 @@ class Megatron(argparse.Namespace):
 SWITCHES = """multi_latent_attention fp8_dot_product_attention overlap_moe_expert_parallel_comm hybrid_context_parallel
 dataloader_inter_document_masking reset_position_ids eod_mask_loss ddp_average_in_collective sft fim_data mock_data
 qk_clip fused_single_qkv_rope cpu_offloading_retain_pinned_cpu_buffers tp_comm_overlap defer_embedding_wgrad_compute
-use_legacy_models fallback_to_eager_attn mtp_hsm use_kitchen_attention batch_invariant_mode inprocess_restart
+fallback_to_eager_attn mtp_hsm use_kitchen_attention batch_invariant_mode inprocess_restart
 perform_rl_step multiple_validation_sets"""
 REFUSED = dict.fromkeys(SWITCHES.split(), True) | {
     **{"cuda_graph_impl": "local", "hybrid_layer_pattern": "M*", "fp4": "e2m1", "attention_dropout": 0.1},
@@ -112,8 +112,6 @@ ALLTOALL = {"num_experts": 8, "moe_token_dispatcher_type": "alltoall"}
 ALLGATHER = {"num_experts": 8, "moe_token_dispatcher_type": "allgather"}
 FLEX = {"num_experts": 8, "moe_token_dispatcher_type": "flex"}
 EP2 = {"expert_model_parallel_size": 2}
-SERVED = {"cuda_graph_modules": None}
-"""What tells a Megatron whose gated delta nets are served from 0.17."""
 TOGETHER: list[dict[str, object]] = [
     {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["mlp"]},
     {**ALLGATHER, **EP2},
@@ -125,11 +123,11 @@ TOGETHER: list[dict[str, object]] = [
     {"mtp_num_layers": 1, "pipeline_model_parallel_layout": "Et|tm|L"},
     {"hybrid_layer_pattern": "--|-E/*-", "num_experts": 4},
     {"hybrid_layer_pattern": "*-/*E", "num_experts": 4},
-    {"hybrid_layer_pattern": "G*", "cuda_graph_scope": None},
+    {"hybrid_layer_pattern": "G*", "linear_cp_mode": None},
     {"hybrid_layer_pattern": "*E"},
     {"hybrid_layer_pattern": "*-||*-|*-"},
-    {"hybrid_layer_pattern": "G*", **SERVED, "tensor_model_parallel_size": 2},
-    {"experimental_attention_variant": "gdn", **SERVED, "deterministic_mode": True},
+    {"hybrid_layer_pattern": "G*", "tensor_model_parallel_size": 2},
+    {"experimental_attention_variant": "gdn", "deterministic_mode": True},
     {"hybrid_layer_pattern": "*-*-", "decoder_first_pipeline_num_layers": 1},
     {"hybrid_layer_pattern": "*-", "multi_latent_attention": True, "apply_rope_fusion": False},
     {"sft": True, "tokenizer_type": "SFTTokenizer", "wlb_overlong": "split"},
@@ -187,8 +185,8 @@ SETTINGS_REFUSED = [
     ({"transformer_impl": "local"}, {"kernels": "fa4"}),
     ({**ALLTOALL, **BALANCED}, {"cp_mode": "dynamic"}),
     ({}, {"cp_mode": "dynamic", "micro_batches_per_window": "2"}),
-    ({"hybrid_layer_pattern": "G*", **SERVED}, {"cp_mode": "dynamic"}),
-    ({"hybrid_layer_pattern": "G*", **SERVED}, {"profile": "p.json"}),
+    ({"hybrid_layer_pattern": "G*"}, {"cp_mode": "dynamic"}),
+    ({"hybrid_layer_pattern": "G*"}, {"profile": "p.json"}),
     ({}, {"overlong": "chunk", "chunks": "off"}),
     ({"max_position_embeddings": 64}, {"overlong": "chunk"}),
     ({}, {"sft_mask_data": True}),

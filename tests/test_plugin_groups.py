@@ -22,15 +22,11 @@ from wlb_megatron.attention.device_layout import DeviceCache
 from wlb_megatron.attention.kv_exchange import KeyCache
 from wlb_megatron.pipeline.orders import grouped_orders
 from wlb_megatron.plan import IterationPlan, MicroBatch, Piece
-from wlb_megatron.plugin import hooks
-from wlb_megatron.plugin.flags import training_job
-from wlb_megatron.plugin.job_state import part
 from wlb_megatron.plugin.micro_batches import planning
-from wlb_megatron.plugin.step import grouped_steps, pipeline_shapes
+from wlb_megatron.plugin.step import grouped_steps
 from wlb_megatron.plugin.step.pipeline_shapes import (
     ShapeQueue,
     transfer_orders,
-    wrap_send_forward_recv_forward,
 )
 from wlb_megatron.workload.kernel_table import h100
 
@@ -293,10 +289,6 @@ def test_settings_that_chunks_cannot_be_trained_with_are_told_with_a_cure(monkey
         assert trainer_with().chunks_refused() == []
     by_document = {"num_experts": 4, "moe_router_load_balancing_type": ["seq_aux_loss", "global_aux_loss"]}
     assert trainer_with(**by_document).chunks_refused() == []
-    monkeypatch.setattr(training_job, "megatron_version", lambda: "0.16.2")
-    ((refused, _),) = trainer_with().chunks_refused()
-    assert refused.startswith("megatron-core 0.16.2")
-    assert trainer_with(pipeline_model_parallel_size=1).chunks_refused() == []
 
 
 @pytest.mark.parametrize(
@@ -365,40 +357,3 @@ def test_a_tensor_of_another_shape_than_planned_is_an_error_on_the_host():
         queue.check("send forward", Tensor())
     with pytest.raises(RuntimeError, match="but the step has 2"):
         queue.check("send forward", Tensor())
-
-
-class Transfer:
-    """A send that reads its tensor when it is waited for, as late as a real one may."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor, self.received = tensor, torch.empty(0)
-
-    def wait(self) -> None:
-        self.received = self.tensor.clone()
-
-
-@pytest.mark.parametrize("frees", [True, False])
-def test_before_0_18_an_output_has_been_sent_when_megatron_frees_it(frees, monkeypatch):
-    """Megatron's interleaved schedule frees what it sent as soon as the call is back (deallocate_output_tensor)."""
-    part(pipeline_shapes.KnownShapes).queue = object()
-    output = torch.arange(6.0)
-    transfer = Transfer(output)
-    communicator = SimpleNamespace(config=SimpleNamespace(deallocate_pipeline_outputs=frees))
-
-    def original(self: Any, output: Any, *, overlap_p2p_comm: bool) -> Any:
-        return ("input", {"send_next": transfer, "recv_prev": "later"}) if overlap_p2p_comm else "input"
-
-    send = partial(wrap_send_forward_recv_forward, original)
-    assert send(communicator, output, overlap_p2p_comm=False) == "input"
-    _, handles = send(communicator, output, overlap_p2p_comm=True)
-    assert "recv_prev" in handles
-    assert ("send_next" in handles) != frees
-    if frees:
-        output.data = torch.empty(1)
-        assert transfer.received.tolist() == [0, 1, 2, 3, 4, 5]
-
-
-@pytest.mark.parametrize(("version", "mended"), [("0.16.2", True), ("0.17.2", True), ("0.18.2", False)])
-def test_outputs_are_waited_for_where_megatron_does_not(version, mended, monkeypatch):
-    monkeypatch.setattr(hooks, "megatron_version", lambda: version)
-    assert any(hook.wrap is wrap_send_forward_recv_forward for hook in hooks.rows()) == mended

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from wlb_megatron.plugin import script_functions
-from wlb_megatron.plugin.job_state import part
-from wlb_megatron.plugin.script_functions import Script, is_megatrons, loss_to_call, settle
+from wlb_megatron.plugin.script_functions import is_megatrons, loss_to_call, settle
 from wlb_megatron.refusals import Refused, RefusedHere
 
 SCRIPT = '''
@@ -95,11 +94,8 @@ def test_what_changes_a_step_is_seen_also_in_its_helpers(what, script):
     assert not is_megatrons(module.forward_step) and is_megatrons(module.provider)
 
 
-def handed(module: Any, *, replace: bool = False) -> Script:
-    state = part(Script)
-    state.step, state.provider, state.replace = module.forward_step, module.provider, replace
-    settle()
-    return state
+def handed(module: Any, *, replace: bool = False) -> None:
+    settle(module.forward_step, module.provider, replace=replace)
 
 
 def test_megatrons_own_are_replaced_without_a_word(script, capsys):
@@ -147,7 +143,5 @@ def test_a_loss_function_that_counts_no_tokens_ends_the_run(script):
 def test_what_has_no_source_is_not_megatrons(script):
     made: dict[str, Any] = {}
     exec("def forward_step(data_iterator, model):\n    return 1", made)
-    state = part(Script)
-    state.step, state.provider, state.replace = made["forward_step"], print, False
     with pytest.raises(Refused, match=r"forward step forward_step \(<string>:1\), dataset provider builtin"):
-        settle()
+        settle(made["forward_step"], print, replace=False)

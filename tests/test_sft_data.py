@@ -161,7 +161,7 @@ def test_tokens_and_targets_are_those_of_megatrons_tokenizer(prompt_format, toke
     try:
         expected = [megatron.tokenize_conversation(part, True, False) for part in parts]
     except AssertionError:
-        # identity of 0.17, and of main: it masks turns, whose tokens must not depend on the next
+        # identity of main: it masks turns, whose tokens must not depend on the next
         assert prompt_format == "identity"
         says = "Megatron's tokenizer fails on it: AssertionError: expected turn tokens"
         with pytest.raises(WlbError, match=says):

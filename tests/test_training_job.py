@@ -142,8 +142,10 @@ def test_the_vocabulary_is_known_once_the_tokenizer_is_built():
 def test_whole_evaluation_is_told_apart_from_what_megatron_is_told():
     """Megatron is then given another --full-validation than the user gave (take_over.py)."""
     args = argparse.Namespace(**VALIDATED)
-    assert TrainingJob.of(args, WlbConfig(), full_validation=True).evaluation.full
     assert not TrainingJob.of(args, WlbConfig()).evaluation.full
+    args.full_validation = True
+    evaluation = TrainingJob.of(args, WlbConfig()).evaluation
+    assert evaluation.full and evaluation.iterations
 
 
 def test_one_kernel_multiplies_all_experts_where_the_environment_says_so(monkeypatch):

@@ -41,7 +41,6 @@ from wlb_megatron.documents.corpus import Lengths
 from wlb_megatron.documents.lengths import read_lengths
 from wlb_megatron.errors import PREFIX, WlbError
 from wlb_megatron.inspect_plans import inspect_plans
-from wlb_megatron.patching import add_patch
 from wlb_megatron.plugin.flags.data_paths import DataPaths, training_corpora
 from wlb_megatron.plugin.sft.indexed import add_sft_index
 from wlb_megatron.profiler.profile_command import add_profile
@@ -57,6 +56,7 @@ MOVED = {
     "simulate": "simulate is part of analyze now: wlb-megatron analyze --no-split --search none, with the same flags",
     "reproduce": "reproduce has moved: run python -m scripts.reproduce from a clone, with the same flags",
     "corpus": "corpus has moved: run python -m scripts.corpus from a clone, with the same flags",
+    "patch": "patch has moved: run patches/apply.sh from a clone, with the same flags",
 }
 """Commands of earlier releases."""
 
@@ -150,7 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(
         dest="command",
         required=True,
-        metavar="inspect | analyze | profile | watch | sft-index | patch | doctor",
+        metavar="inspect | analyze | profile | watch | sft-index | doctor",
     )
     _add_inspect(commands.add_parser("inspect", help="show the plans of documents of given lengths"))
     analyzer = commands.add_parser("analyze", help="predict what balancing gains on your documents")
@@ -159,7 +159,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_profile(commands.add_parser("profile", help="measure a model's costs on this GPU"))
     add_watch(commands.add_parser("watch", help="show a run from its --wlb-log"))
     add_sft_index(commands.add_parser("sft-index", help="tokenize conversations for --sft"))
-    add_patch(commands.add_parser("patch", help="add the plugin's calls to a fork of Megatron-LM"))
     add_doctor(commands.add_parser("doctor", help="check what is installed here, and print what to fix"))
     return run(parser, commands.choices, sys.argv[1:] if argv is None else argv)
 
@@ -183,7 +182,7 @@ def run(
             sys.stdout.flush()  # else what cannot be written is met at exit, where nobody handles it
     except WlbError as error:
         message = name_flag(str(error), args)
-        asis = isinstance(error, UsageError) or getattr(args, "command", "") in ("patch", "doctor", "watch")
+        asis = isinstance(error, UsageError) or getattr(args, "command", "") in ("doctor", "watch")
         message = message if asis else renamed(message)
         print(f"{PREFIX} {message}", file=sys.stderr)
         return 2

@@ -155,7 +155,6 @@ GIVEN: dict[str, str] = {
         "it gathers deferred micro-batches into buffers of the first one's size, but micro-batches vary in "
         "length; drop it"
     ),
-    "use_legacy_models": "only megatron-core's GPT model takes a plan; drop it",
     "rotary_base_per_layer": "positions of the plan are rotated by one base in all layers; drop it",
     "fallback_to_eager_attn": (
         "attention over packed documents runs on cuDNN's or FlashAttention-4's kernels; drop it"
@@ -168,7 +167,7 @@ GIVEN: dict[str, str] = {
     ),
     "logits_save_dir logits_load_dir": "stored logits belong to Megatron's own samples; drop it",
     "inprocess_restart": (
-        "from 0.18 on, Megatron's restart inside the process fails again and again (args is not initialized): "
+        "Megatron's restart inside the process fails again and again (args is not initialized): "
         "use ft_launcher or torchrun --max-restarts, which restart processes"
     ),
     "cpu_offloading_retain_pinned_cpu_buffers": (
@@ -269,16 +268,9 @@ REFUSALS: tuple[Refusal, ...] = (
         "dsa replaces core attention, as the plugin does, and gdn2 has not been tried; drop it",
     ),
     Refusal(
-        lambda a, c: (
-            delta_nets(a)
-            and (
-                hasattr(a, "linear_cp_mode")
-                or (hasattr(a, "cuda_graph_scope") and not hasattr(a, "cuda_graph_modules"))
-            )
-        ),
-        "--hybrid-layer-pattern with G / --experimental-attention-variant on Megatron 0.17 or dev",
-        "0.17's layer takes no packed documents, and dev cuts tokens for its chunkwise mode itself; use megatron-core "
-        "0.18.2, 0.19 or main",
+        lambda a, c: delta_nets(a) and hasattr(a, "linear_cp_mode"),
+        "--hybrid-layer-pattern with G / --experimental-attention-variant on Megatron's dev branch",
+        "dev cuts tokens for its chunkwise mode itself; use megatron-core 0.18.2, 0.19 or main",
     ),
     Refusal(
         lambda a, c: (
@@ -468,7 +460,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         lambda a, c: _get(a, "rerun_mode") == "report_stats",
         "--rerun-mode report_stats",
-        "Megatron's parser takes the word, but its rerun machine does not know it (0.16 to 0.20); use validate_results "
+        "Megatron's parser takes the word, but its rerun machine does not know it (0.18 to 0.20); use validate_results "
         "or disabled",
     ),
     Refusal(

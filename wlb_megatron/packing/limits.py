@@ -295,10 +295,6 @@ def settings_refused(config: WlbConfig) -> list[tuple[str, str]]:
     return [(flag, cure) for applies, flag, cure in rows if applies]
 
 
-LEAST_RELEASE = (0, 17)
-"""The first megatron-core whose schedule can run more forwards ahead."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trainer:
     """Megatron's settings that decide about chunks.
@@ -314,7 +310,6 @@ class Trainer:
         interleaves: has virtual stages.
         offloads_layers: offloads whole layers.
         replays_routes: experts' choices are recorded and replayed.
-        release: the one of megatron-core.
         unknown_schedule: it interleaves stages in a way that the plugin does not know.
         hides_padding: its block gives layers that it does not recompute no padding mask.
         delta_nets: it has gated delta nets.
@@ -333,7 +328,6 @@ class Trainer:
     interleaves: bool = False
     offloads_layers: bool = False
     replays_routes: bool = False
-    release: str | None = None
     unknown_schedule: bool = False
     hides_padding: bool = False
     delta_nets: bool = False
@@ -342,13 +336,6 @@ class Trainer:
         """(flag, cure) of each setting under which a step cannot run in groups of micro-batches, or runs so only if
         asked. `chunks` is the choice of --wlb-chunks."""
         rows = (
-            (
-                self.release is not None
-                and self.stages > 1
-                and tuple(map(int, self.release.split(".")[:2])) < LEAST_RELEASE,
-                f"megatron-core {self.release} with --pipeline-model-parallel-size above 1",
-                "its schedule cannot run more forwards ahead; use 0.17 or later",
-            ),
             (
                 self.unknown_schedule,
                 "--num-virtual-stages-per-pipeline-rank / --num-layers-per-virtual-pipeline-stage",
@@ -397,7 +384,7 @@ class Trainer:
         if "global_aux_loss" in self.balancing and (self.stages > 1 or chunks != "off"):
             return "global_aux_loss, a mean over the micro-batches so far (without a pipeline, --wlb-chunks off helps)"
         if self.hides_padding:
-            return "routers' counts, for this Megatron's kept layers see no padding mask (0.17, dev)"
+            return "routers' counts, for this Megatron's kept layers see no padding mask (dev)"
         return None
 
     @property
@@ -411,7 +398,7 @@ class Trainer:
         Ranks always run equally many micro-batches, so only groups of chunks can bring them out of step. All other
         exchanges between them come once a step, at the same place of it: parameters by bucket in the first forward
         (--overlap-param-gather), gradients by bucket in the last backward (--overlap-grad-reduce), and after it
-        experts' biases, counts of tokens, norms and logged losses. (Read in Megatron 0.16 to 0.19, main and dev, and
+        experts' biases, counts of tokens, norms and logged losses. (Read in Megatron 0.18, 0.19, main and dev, and
         in Transformer Engine 2.18 to 2.20.)
         """
         shared = self.expert > 1 or (self.expert_tensor or self.tensor) > self.tensor

@@ -304,17 +304,6 @@ class BatchSchedule:
     def constant(cls, size: int) -> BatchSchedule:
         return cls(((0, size),))
 
-    def rounded(self, multiple: int) -> BatchSchedule:
-        """Sizes rounded down to a multiple; with 4, sizes 4 and 6 become 4 and 4. WlbError where one is below it."""
-        if self.steps[0][1] < multiple:
-            raise WlbError(
-                f"a global batch of {self.steps[0][1]} cannot be decreased to a multiple of {multiple}"
-            )
-        sizes = {
-            size // multiple * multiple: start for start, size in reversed(self.steps)
-        }  # on a tie, the first
-        return BatchSchedule(tuple((start, size) for size, start in reversed(sizes.items())))
-
     def joined(self, windows: int) -> BatchSchedule:
         """The same counted in micro-batches of so many windows each, which must divide every size: 0:4, 10:8 by 4
         is 0:1, 3:2 (its iterations begin at 0, 4, 8, 12 windows, and the first of 10 or more at 12)."""

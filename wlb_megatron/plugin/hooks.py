@@ -48,19 +48,10 @@ class Hook:
     takes: tuple[str, ...] = ()
     before: tuple[int, int] | None = None
     """Only for releases before this one (major, minor)."""
-    since: tuple[int, int] = (0, 0)
-    """Only for releases from this one on."""
     optional: bool = False
-    """Left as it is where this Megatron has another form of it. What needs it is then refused by flag."""
+    """Left out where this Megatron has none, or another form of it. What needs it is then refused by flag."""
     always: bool = False
     """Also with --wlb-off, with which the others do what the original does."""
-
-
-def _wrap_flops(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """num_floating_point_operations of the documents trained; from 0.18 Megatron can count them itself."""
-    from wlb_megatron.plugin.logs import flops
-
-    return flops.wrap_num_floating_point_operations(original, *args, **kwargs)
 
 
 def _wrap_training_log(original: Original, *args: Any, **kwargs: Any) -> Any:
@@ -88,9 +79,9 @@ def _wrap_backward(original: Original, *args: Any, **kwargs: Any) -> Any:
     return grouped_steps.wrap_backward_step(marked, *args, **kwargs)
 
 
-def hooks_of(module: str, *rows: Hook, first: tuple[int, int] = (0, 0)) -> tuple[Hook, ...]:
-    """Rows whose symbols are in one module of Megatron's, by their full places. first: oldest release with them."""
-    return tuple(replace(row, place=f"{module}:{row.place}", since=max(first, row.since)) for row in rows)
+def hooks_of(module: str, *rows: Hook) -> tuple[Hook, ...]:
+    """Rows whose symbols are in one module of Megatron's, by their full places."""
+    return tuple(replace(row, place=f"{module}:{row.place}") for row in rows)
 
 
 HOOKS: tuple[Hook, ...] = (
@@ -116,7 +107,6 @@ HOOKS: tuple[Hook, ...] = (
         Hook("dummy_train_step", iterators.wrap_dummy_train_step, ("data_iterator",)),
         Hook("evaluate", iterators.wrap_evaluate, ("data_iterator", "eval_iters")),
         Hook("cyclic_iter", iterators.wrap_cyclic_iter),
-        Hook("num_floating_point_operations", _wrap_flops, ("args", "batch_size"), before=(0, 18)),
     ),
     *hooks_of(
         "megatron.core.models.gpt.gpt_model",
@@ -131,13 +121,11 @@ HOOKS: tuple[Hook, ...] = (
             losses.wrap_hybrid_forward,
             ("decoder_input", "labels", "packed_seq_params", "padding_mask"),
         ),
-        first=(0, 18),
     ),
     *hooks_of(
         "megatron.core.ssm.gated_delta_net",
         Hook("GatedDeltaNet.__init__", delta_nets.wrap_init, ("submodules", "pg_collection"), before=(0, 19)),
         Hook("GatedDeltaNet.forward", delta_nets.wrap_layer, ("hidden_states", "packed_seq_params")),
-        first=(0, 18),
     ),
     *hooks_of(
         "megatron.core.ssm.gated_delta_net.common",
@@ -145,7 +133,6 @@ HOOKS: tuple[Hook, ...] = (
             "_GDNBase._gated_norm_and_a2a",
             delta_nets.wrap_layer,
             ("packed_seq_params",),
-            since=(0, 19),
             optional=True,
         ),
     ),
@@ -153,7 +140,6 @@ HOOKS: tuple[Hook, ...] = (
         "megatron.core.ssm.mamba_context_parallel",
         Hook("_undo_attention_load_balancing", delta_nets.wrap_undo),
         Hook("_redo_attention_load_balancing", delta_nets.wrap_redo),
-        first=(0, 18),
     ),
     *hooks_of(
         "megatron.core.pipeline_parallel.p2p_communication",
@@ -162,12 +148,7 @@ HOOKS: tuple[Hook, ...] = (
             pipeline_shapes.wrap_communicate_shapes,
             ("tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next"),
         ),
-        Hook(
-            "P2PCommunicator.send_forward_recv_forward",
-            pipeline_shapes.wrap_send_forward_recv_forward,
-            before=(0, 18),
-        ),
-        Hook("P2PCommunicator.total_stages", grouped_steps.wrap_total_stages, ("self",), since=(0, 17)),
+        Hook("P2PCommunicator.total_stages", grouped_steps.wrap_total_stages, ("self",)),
     ),
     *hooks_of(
         "megatron.core.pipeline_parallel.schedules",
@@ -183,13 +164,11 @@ HOOKS: tuple[Hook, ...] = (
             "get_pp_rank_microbatches",
             grouped_steps.wrap_get_pp_rank_microbatches,
             ("num_microbatches", "num_model_chunks"),
-            since=(0, 17),
         ),
         Hook(
             "get_schedule_table",
             grouped_steps.wrap_get_schedule_table,
             ("num_microbatches", "num_model_chunks"),
-            since=(0, 17),
         ),
     ),
     *hooks_of(
@@ -233,14 +212,12 @@ HOOKS: tuple[Hook, ...] = (
             "MultiTokenPredictionLayer.forward",
             multi_token.wrap_layer_forward,
             ("input_ids", "packed_seq_params"),
-            since=(0, 17),
         ),
         Hook("MTPLossLoggingHelper.track_mtp_metrics", multi_token.wrap_track_metrics, ("loss_scale",)),
         Hook(
             "MTPLossLoggingHelper.save_metrics_to_tracker",
             logged_losses.wrap_save,
             ("loss", "avg_group"),
-            since=(0, 19),
             optional=True,
         ),
         Hook(
@@ -256,7 +233,6 @@ HOOKS: tuple[Hook, ...] = (
             "is_inference_column_parallel_linear",
             multi_token.wrap_is_inference_linear,
             ("module",),
-            since=(0, 20),
             optional=True,
         ),
     ),
@@ -286,23 +262,9 @@ HOOKS: tuple[Hook, ...] = (
             ("name", "num_layers"),
         ),
         Hook("MoEMetricsTracker.report", logged_losses.wrap_report, ("loss_scale",)),
-        first=(0, 18),
     ),
     *hooks_of(
         "megatron.core.transformer.moe.moe_utils",
-        Hook(
-            "save_to_aux_losses_tracker",
-            logged_losses.wrap_record,
-            ("name", "loss", "layer_number", "num_layers", "avg_group"),
-            before=(0, 18),
-        ),
-        Hook(
-            "reduce_aux_losses_tracker_across_ranks",
-            logged_losses.wrap_reduce,
-            ("track_names",),
-            before=(0, 18),
-        ),
-        Hook("track_moe_metrics", logged_losses.wrap_report, ("loss_scale",), before=(0, 18)),
         Hook(
             "get_tokens_per_expert_and_token_count",
             routing.wrap_token_counts,
@@ -319,9 +281,8 @@ _DISTRIBUTIONS = {"yaml": "pyyaml"}
 
 def rows() -> tuple[Hook, ...]:
     """The rows of HOOKS that are for the Megatron that is here."""
-    major, minor = (int(part) for part in megatron_version().split(".")[:2])
-    here = (major, minor)
-    matching = (hook for hook in HOOKS if hook.since <= here and (hook.before is None or here < hook.before))
+    here = tuple(int(part) for part in megatron_version().split(".")[:2])
+    matching = (hook for hook in HOOKS if hook.before is None or here < hook.before)
     return tuple(hook for hook in matching if not hook.optional or _fits(hook))
 
 

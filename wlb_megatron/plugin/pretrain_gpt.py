@@ -41,11 +41,9 @@ def main(name: str = "pretrain_gpt") -> None:
 
 
 def _model(name: str) -> dict[str, Any]:
-    """What pretrain() of this release makes the model of; from 0.18 on its caller parses the arguments before."""
+    """What pretrain() of this release makes the model of. Parses the arguments."""
     from megatron.training import argument_utils, arguments
 
-    if not hasattr(arguments, "parse_and_validate_args"):  # before 0.18
-        return {"model_provider": model_provider}
     args = arguments.parse_and_validate_args()
     hybrid = args.hybrid_layer_pattern is not None
     if hybrid != (name == "pretrain_hybrid"):

@@ -24,15 +24,14 @@ from wlb_megatron.plugin.job_state import part
 from wlb_megatron.refusals import Refused, RefusedHere
 
 _DIGESTS = """
-    014ef2974c2d 4620884f9528 467bd3034db9 4eb7249458d5 4fbd493a86c4 5e54ae3d1961 5f8f6debf715 692d9c66a09e
-    6d1c29255c9d 761fa34e4e9f 817b3286ec4f 92ef418e674c 93117a2b125c 956c25235f65 999110246dbc 9a1fe1851bfa
-    9bc85eb3e955 a476012e4d17 a4d3e55bf0a8 a7c03082bcf4 a7dd0d16619e a9798cb4d766 aca80a6dab58 b52f73a70983
-    b874fb1855ea bbb86115d929 bbe3633f800c c05ffc30399f cd44de1987a5 d11d454c7f4d d2186110b375 e1b6c786b4a4
-    e3bad332429a e7a78aa9d072 e8c7b8f4d348 ebe91977b28d ec5efe411e3f f28bbd7edee3 f32a93b712e0
+    014ef2974c2d 4620884f9528 467bd3034db9 4eb7249458d5 5e54ae3d1961 5f8f6debf715 692d9c66a09e 761fa34e4e9f
+    817b3286ec4f 92ef418e674c 93117a2b125c 999110246dbc 9a1fe1851bfa 9bc85eb3e955 a476012e4d17 a4d3e55bf0a8
+    a7c03082bcf4 a9798cb4d766 aca80a6dab58 b52f73a70983 b874fb1855ea bbb86115d929 bbe3633f800c c05ffc30399f
+    d11d454c7f4d d2186110b375 e1b6c786b4a4 e7a78aa9d072 ebe91977b28d ec5efe411e3f f28bbd7edee3 f32a93b712e0
 """
 MEGATRONS = frozenset(_DIGESTS.split())
 """Digests of forward_step, get_batch, loss_func, train_valid_test_datasets_provider and their helpers in Megatron's
-pretrain_gpt.py: of core_r0.16.0 to core_r0.19.0, of each commit of main since, of dev, and of pull request 6742; in
+pretrain_gpt.py: of core_r0.18.0, core_r0.19.0, of each commit of main since, of dev, and of pull request 6742; in
 pretrain_hybrid.py: of core_r0.18.0, core_r0.19.0, and of each commit of main between them and since."""
 
 _NO_MEANING = ("annotation", "returns", "type_comment")
@@ -41,43 +40,40 @@ _NO_MEANING = ("annotation", "returns", "type_comment")
 
 @dataclass(slots=True)
 class Script:
-    """step, provider: the functions that pretrain() was given. replace: --wlb-replace-script-functions, None before
-    flags are read. fp16: losses are divided by the plan's tokens, whatever the loss function counts. loss: the function
-    that the script's forward step makes its loss with. is_megatrons: so is its source.
-    """
+    """loss: the function that the script's forward step makes its loss with. is_megatrons: so is its source."""
 
-    step: Callable[..., Any] | None = None
-    provider: Callable[..., Any] | None = None
-    replace: bool | None = None
-    fp16: bool = False
     loss: Callable[..., Any] | None = None
     is_megatrons: bool = True
 
 
-def settle() -> None:
-    """Decide what is replaced and what is called, once flags and functions are known: before 0.18 pretrain() itself
-    parses the flags. Refused if the script has its own functions and no flag allows to replace them."""
+def settle(
+    step: Callable[..., Any], provider: Callable[..., Any], *, replace: bool, fp16: bool = False
+) -> None:
+    """Decide what is replaced and what is called of the functions that pretrain() was given. Refused if the script has
+    its own and no flag allows to replace them.
+
+    replace: --wlb-replace-script-functions. fp16: losses are divided by the plan's tokens, whatever the loss function
+    counts.
+    """
     script = part(Script)
-    if script.step is None or script.provider is None or script.replace is None:
-        return
     own_functions: dict[str, Callable[..., Any]] = {
         name: function
-        for name, function in (("forward step", script.step), ("dataset provider", script.provider))
+        for name, function in (("forward step", step), ("dataset provider", provider))
         if not is_megatrons(function)
     }
-    script.loss = _loss_of(script.step)
+    script.loss = _loss_of(step)
     script.is_megatrons = script.loss is None or is_megatrons(script.loss)
     if script.loss is not None and not script.is_megatrons and not _takes_our_call(script.loss):
         own_functions["loss function"], script.loss = script.loss, None
     replaced = ", ".join(f"{name} {_place(function)}" for name, function in own_functions.items())
-    if own_functions and not script.replace:
+    if own_functions and not replace:
         raise Refused(
             f"wlb_megatron refuses the script's own {replaced}: the plugin runs its own instead, so what the script's "
             "do beyond Megatron's would be lost. Keep Megatron's forward_step and dataset provider, and put the loss "
             "into loss_func(loss_mask, output_tensor, model=None), which the plugin calls; or add "
             "--wlb-replace-script-functions"
         )
-    if script.fp16 and script.loss is not None and not script.is_megatrons:
+    if fp16 and script.loss is not None and not script.is_megatrons:
         raise Refused(
             f"wlb_megatron refuses --fp16 with the script's own loss function {_place(script.loss)}: losses are "
             "divided by the plan's tokens before the backward, and the function may count others; use --bf16"

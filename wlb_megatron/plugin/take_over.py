@@ -14,7 +14,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,24 +44,18 @@ from wlb_megatron.plugin.stores import with_others_lines
 from wlb_megatron.refusals import DryRunPassed, Refused, RefusedHere, refuse_unsupported
 
 
-@dataclass(frozen=True, slots=True)
-class OpenedJob:
-    """A job that the plugin runs, and the planners over its corpus. saves: the folder of --save."""
+@dataclass(slots=True)
+class Start:
+    """The job that the plugin runs, None before its flags are checked, and the planners over its corpus. saves: the
+    folder of --save."""
 
-    job: TrainingJob
-    sources: dict[str, Source]
+    job: TrainingJob | None = None
+    sources: dict[str, Source] = field(default_factory=dict)
     saves: str | None = None
 
 
-@dataclass(slots=True)
-class Start:
-    """The job that the plugin runs, None before its flags are checked."""
-
-    opened: OpenedJob | None = None
-
-
 def is_off() -> bool:
-    """Whether --wlb-off is given, also before Megatron parses it: up to 0.17 it does so inside pretrain()."""
+    """Whether --wlb-off is given, also before Megatron parses it."""
     return "--wlb-off" in sys.argv
 
 
@@ -141,19 +135,14 @@ def wrap_validate_args(original: Original, args: Any, defaults: dict[str, Any] |
 
 
 def _take_over(args: Any) -> None:
-    full_validation = bool(getattr(args, "full_validation", False))
-    if full_validation:
-        args.eval_iters = (
-            args.eval_iters or 1
-        )  # Megatron evaluates where it is above 0; see iterators.wrap_evaluate
-        args.full_validation = args.multiple_validation_sets
-    opened_job = part(Start).opened = _open(args, full_validation)
-    if (train := opened_job.sources.get("train")) is not None and train.train_samples is not None:
+    job, sources = _open(args)
+    if job.evaluation.full:  # Megatron evaluates where eval_iters is above 0; see iterators.wrap_evaluate
+        args.eval_iters, args.full_validation = job.evaluation.iterations, args.multiple_validation_sets
+    start = part(Start)
+    start.job, start.sources, start.saves = job, sources, args.save
+    if (train := sources.get("train")) is not None and train.train_samples is not None:
         args.train_samples = train.train_samples
-    script = part(script_functions.Script)
-    script.replace, script.fp16 = opened_job.job.given.replace_script_functions, bool(args.fp16)
-    script_functions.settle()
-    _set_what_plans_need(args, opened_job.job)
+    _set_what_plans_need(args, job)
     if args.wlb_dry_run:
         raise DryRunPassed(args)
 
@@ -162,7 +151,7 @@ ASSUMED_GIB = 80.0
 """A GPU's memory in a dry run, if no flag gives it."""
 
 
-def _open(args: Any, full_validation: bool) -> OpenedJob:
+def _open(args: Any) -> tuple[TrainingJob, dict[str, Source]]:
     """Refuse what is not handled, and open the corpus."""
     dry = args.wlb_dry_run  # on any machine: what only GPUs can tell is left out
     if not dry:
@@ -174,7 +163,7 @@ def _open(args: Any, full_validation: bool) -> OpenedJob:
         if dry and from_flags.gpu_memory is None:
             from_flags = replace(from_flags, gpu_memory=ASSUMED_GIB)
         refuse_unsupported(args, from_flags)
-        job = TrainingJob.of(args, from_flags, full_validation=full_validation)
+        job = TrainingJob.of(args, from_flags)
         job = job.with_config(complete(job))
         refuse_other_form(job.model.depths)
         _refuse_misfits(job)
@@ -185,7 +174,7 @@ def _open(args: Any, full_validation: bool) -> OpenedJob:
             job.kernels()
         job = with_targets(job, say)
         job = job.with_config(fit_to_memory(job))
-        return OpenedJob(job, open_sources(job), args.save)
+        return job, open_sources(job)
     except ValueError as error:  # WlbErrors, and settings that do not fit together
         raise RefusedHere(name_flag(str(error), args, PREFIX)) from None
 
@@ -199,7 +188,7 @@ def _lacks_context_parallelism(args: Any) -> bool:
 
 def _set_what_plans_need(args: Any, job: TrainingJob) -> None:
     if (steps := job.batches.ramp_as_steps()) is not None:
-        why = "this Megatron parses --rampup-batch-size but ignores it"
+        why = "Megatron parses --rampup-batch-size but ignores it"
         _set(args, "step_batch_size_schedule", steps, why)
     why = "micro-batches differ in tokens, so the loss is summed per token"
     _set(args, "calculate_per_token_loss", True, why)
@@ -306,44 +295,41 @@ def wrap_pretrain(original: Original, *args: Any, **kwargs: Any) -> Any:
     """pretrain() over the plugin's dataset provider, forward step and layer spec.
 
     From 0.19 the model is described by a configuration, which gets the layer spec; before, or when the script gives a
-    model_provider, what that builds does. Before 0.18 pretrain() itself parses the flags, so the job is not there yet.
+    model_provider, what that builds does.
     """
     from wlb_megatron.plugin.model.spec import install_spec, with_plan_attention
     from wlb_megatron.plugin.plans.provider import make_provider
     from wlb_megatron.plugin.step.forward_step import forward_step
 
     arguments = inspect.signature(original).bind(*args, **kwargs).arguments
-    script = part(script_functions.Script)
-    script.step = arguments["forward_step_func"]
-    script.provider = arguments["train_valid_test_dataset_provider"]
-    checked(script_functions.settle)
-    arguments["train_valid_test_dataset_provider"] = make_provider(lambda: _opened().sources)
+    start = part(Start)
+    if (job := start.job) is None:
+        refuse("flags were parsed before the plugin was there: call enable() before the script parses them")
+    checked(
+        lambda: script_functions.settle(
+            arguments["forward_step_func"],
+            arguments["train_valid_test_dataset_provider"],
+            replace=job.given.replace_script_functions,
+            fp16=job.model.dtype == "float16",
+        )
+    )
+    arguments["train_valid_test_dataset_provider"] = make_provider(start.sources)
     arguments["forward_step_func"] = forward_step
     if (theirs := arguments.get("model_provider")) is not None:
-        arguments["model_provider"] = with_plan_attention(theirs, lambda: _opened().job.given)
+        arguments["model_provider"] = with_plan_attention(theirs, job.given)
     else:
-        checked(lambda: install_spec(arguments["cfg_container"].model, _opened().job.given))
+        checked(lambda: install_spec(arguments["cfg_container"].model, job.given))
     # A checkpoint, or the model's layers, may be refused.
-    return checked(lambda: with_others_lines(lambda: _train(original, arguments)))
+    return checked(lambda: with_others_lines(lambda: _train(original, arguments, start.saves)))
 
 
-def _opened() -> OpenedJob:
-    run = part(Start).opened
-    if run is None:
-        raise WlbError(
-            "flags were parsed before the plugin was there: call enable() before the script parses them"
-        )
-    return run
-
-
-def _train(original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+def _train(original: Callable[..., Any], arguments: dict[str, Any], saves: str | None) -> Any:
     try:
         return original(**arguments)
     except (SystemExit, KeyboardInterrupt):
         raise
     except BaseException as error:  # torch's CheckpointException is no Exception
-        run = part(Start).opened
-        reason = name_full_disk(error, run.saves) if run is not None and run.saves else None
+        reason = name_full_disk(error, saves) if saves else None
         if reason is None:
             raise
         raise WlbError(reason) from error

@@ -61,7 +61,7 @@ def _speak(refusal: Refused) -> NoReturn:
     raise spoken from None
 
 
-def refuse(line: str) -> None:
+def refuse(line: str) -> NoReturn:
     """End this rank with the line, as `checked` does."""
     _speak(Refused(line))
 

@@ -20,7 +20,6 @@ from wlb_megatron.packing.limits import Trainer
 from wlb_megatron.packing.planner import BatchSchedule, linear_ramp
 from wlb_megatron.plugin.flags.data_paths import DataPaths, FineTuning
 from wlb_megatron.plugin.flags.trained_model import TrainedModel, balancing_of, layer_kinds
-from wlb_megatron.plugin.flags.versions import megatron_version
 from wlb_megatron.refusals import delta_nets, one_length
 from wlb_megatron.sharding.slots import multiple
 from wlb_megatron.workload.cost_model import Costs
@@ -86,13 +85,13 @@ class TrainingJob:
     fine_tuning: FineTuning | None = None
 
     @classmethod
-    def of(cls, args: Any, settings: WlbConfig, *, full_validation: bool = False) -> TrainingJob:
-        """args: Megatron's validated arguments; what a release does not know is taken as not given. full_validation: as
-        the user gave it.
+    def of(cls, args: Any, settings: WlbConfig) -> TrainingJob:
+        """args: Megatron's validated arguments; what a release does not know is taken as not given.
 
         WlbError where flags do not fit together or a file that one names cannot be read.
         """
         model, batches = TrainedModel.of(args), BatchSizes.of(args)
+        full_validation = bool(getattr(args, "full_validation", False))
         sizes = layout_of(args, batches, keep_keys=not settings.regather_keys)
         return cls(
             given=settings,
@@ -103,7 +102,7 @@ class TrainingJob:
             data=DataPaths.of(args),
             trainer=trainer_of(args),
             evaluation=Evaluation(
-                iterations=args.eval_iters or 0,
+                iterations=args.eval_iters or int(full_validation),
                 full=full_validation,
                 each_set=args.multiple_validation_sets,
                 names=tuple(getattr(args, "validation_set_names", None) or ()),
@@ -276,8 +275,7 @@ def trainer_of(args: Any) -> Trainer:
         interleaves=bool(setting("virtual_pipeline_model_parallel_size")),
         offloads_layers=bool(setting("cpu_offloading") or setting("cpu_offloading_num_layers")),
         replays_routes=bool(setting("moe_enable_routing_replay")),
-        release=megatron_version(),
-        # Where the block has this function itself (0.17, dev). megatron.core.recompute (0.18, main) hands the mask on.
+        # Where the block has this function itself (dev). Elsewhere megatron.core.recompute hands the mask on.
         hides_padding=hasattr(TransformerBlock, "_checkpointed_forward"),
         delta_nets=delta_nets(args),
         unknown_schedule=bool(setting("virtual_pipeline_model_parallel_size"))
@@ -315,8 +313,8 @@ class BatchSizes:
 
     window: tokens, --seq-length. schedule: sizes of a global batch over all ranks, by consumed samples. evaluated: size
     of an evaluation iteration over all ranks. micro_batch_size, evaluated_micro_batch_size: the mean, in training and
-    in evaluation. stepped: --step-batch-size-schedule gives the sizes. ramp_ignored: this Megatron parses
-    --rampup-batch-size but does not train by it.
+    in evaluation. stepped: --step-batch-size-schedule gives the sizes. ramped: --rampup-batch-size does, which Megatron
+    parses but does not train by.
     """
 
     window: int
@@ -325,25 +323,25 @@ class BatchSizes:
     micro_batch_size: int = 1
     evaluated_micro_batch_size: int = 1
     stepped: bool = False
-    ramp_ignored: bool = False
+    ramped: bool = False
 
     @classmethod
     def of(cls, args: Any) -> BatchSizes:
         """args: Megatron's validated arguments. WlbError if the flags do not fit together."""
         micro_batch_size = int(getattr(args, "micro_batch_size", None) or 1)
         evaluated_micro_batch_size = int(getattr(args, "eval_micro_batch_size", None) or micro_batch_size)
-        # Before 0.18 Megatron evaluates in training's batches.
         evaluated = int(getattr(args, "eval_global_batch_size", None) or args.global_batch_size)
         if _decreased(args):
             evaluated -= evaluated % (args.data_parallel_size * evaluated_micro_batch_size)
+        stepped = getattr(args, "step_batch_size_schedule", None) is not None
         return cls(
             window=args.seq_length,
             schedule=_schedule(args, micro_batch_size),
             evaluated=evaluated,
             micro_batch_size=micro_batch_size,
             evaluated_micro_batch_size=evaluated_micro_batch_size,
-            stepped=getattr(args, "step_batch_size_schedule", None) is not None,
-            ramp_ignored=_ramp_ignored(args),
+            stepped=stepped,
+            ramped=not stepped and getattr(args, "rampup_batch_size", None) is not None,
         )
 
     @property
@@ -357,32 +355,32 @@ class BatchSizes:
         return self.window * self.evaluated_micro_batch_size
 
     def ramp_as_steps(self) -> str | None:
-        """A ramp that Megatron ignores as --step-batch-size-schedule (in tokens, as Megatron reads it); else None."""
-        if not self.ramp_ignored:
+        """A ramp as --step-batch-size-schedule (in tokens, as Megatron reads it); None without one."""
+        if not self.ramped:
             return None
         return " ".join(f"{samples * self.window}:{size}" for samples, size in self.schedule.steps)
 
 
 def _schedule(args: Any, micro_batch_size: int) -> BatchSchedule:
-    text, decreased = getattr(args, "step_batch_size_schedule", None), _decreased(args)
-    if decreased and (text is not None or _ramp_ignored(args)):
-        raise WlbError(
-            "--decrease-batch-size-if-needed cannot be combined with batches that grow by --step-batch-size-schedule "
-            "(Megatron trains --rampup-batch-size as one, too): give sizes that the data-parallel size divides"
-        )
+    text, ramp = (getattr(args, name, None) for name in ("step_batch_size_schedule", "rampup_batch_size"))
+    size = args.global_batch_size
+    if _decreased(args):
+        if text is not None or ramp is not None:
+            raise WlbError(
+                "--decrease-batch-size-if-needed cannot be combined with batches that grow by "
+                "--step-batch-size-schedule (Megatron trains --rampup-batch-size as one, too): give sizes that the "
+                "data-parallel size divides"
+            )
+        multiple = args.data_parallel_size * micro_batch_size
+        if size < multiple:
+            raise WlbError(f"a global batch of {size} cannot be decreased to a multiple of {multiple}")
+        return BatchSchedule.constant(size - size % multiple)
     if text is not None:
         return BatchSchedule(_steps(text, args.seq_length))
-    schedule = BatchSchedule.constant(args.global_batch_size)
-    if getattr(args, "rampup_batch_size", None) is not None:
-        start, increment, samples = (int(value) for value in args.rampup_batch_size)
-        schedule = linear_ramp(start, increment, samples, args.global_batch_size)
-    return schedule.rounded(args.data_parallel_size * micro_batch_size) if decreased else schedule
-
-
-def _ramp_ignored(args: Any) -> bool:
-    """Whether Megatron has the other flag and takes its sizes from there alone, as 0.19.2 does."""
-    has_steps = hasattr(args, "step_batch_size_schedule") and args.step_batch_size_schedule is None
-    return has_steps and getattr(args, "rampup_batch_size", None) is not None
+    if ramp is not None:
+        start, increment, samples = (int(value) for value in ramp)
+        return linear_ramp(start, increment, samples, size)
+    return BatchSchedule.constant(size)
 
 
 def _decreased(args: Any) -> bool:

@@ -12,9 +12,6 @@ from wlb_megatron.errors import installed_version
 from wlb_megatron.refusals import Refused
 
 TRIED_MEGATRON = {
-    "core_r0.16.0": "dff3e184f06f02b3",
-    "0.17.1": "a0afa0149fa8d4a1",
-    "core_r0.17.0": "a0afa0149fa8d4a1",
     "0.18.2": "9a81b03def7d4b42",
     "core_r0.18.0": "9a81b03def7d4b42",
     "0.19.2": "9220e05e028535ef",
@@ -26,12 +23,12 @@ TRIED_MEGATRON = {
 """Megatrons whose training loop has run with the plugin (scripts/check_versions.sh): PyPI's wheels and branches at the
 commits that docs/support.md names, with their sources_digest. A version number alone tells nothing: forks keep it."""
 
-OLDEST_MEGATRON = (0, 16)
+OLDEST_MEGATRON = (0, 18)
 """The first release (major, minor) of them."""
 
 _MEANINGS = (
     "core/packed_seq_params.py",
-    "core/recompute.py",  # from 0.18
+    "core/recompute.py",
     "core/rerun_state_machine.py",
     "core/num_microbatches_calculator.py",
     "core/pipeline_parallel/schedules.py",
@@ -43,22 +40,22 @@ _MEANINGS = (
     "core/distributed/torch_fully_sharded_data_parallel.py",
     "core/models/common/language_module/language_module.py",
     "core/models/gpt/gpt_model.py",
-    "core/models/hybrid/hybrid_block.py",  # from 0.18
-    "core/models/hybrid/hybrid_model.py",  # from 0.18
+    "core/models/hybrid/hybrid_block.py",
+    "core/models/hybrid/hybrid_model.py",
     "core/ssm/gated_delta_net.py",  # to 0.18
     "core/ssm/gated_delta_net/common.py",  # from 0.19
     "core/ssm/gated_delta_net/gdn.py",  # from 0.19
     "core/ssm/mamba_context_parallel.py",
     "core/tensor_parallel/cross_entropy.py",
     "core/tensor_parallel/mappings.py",
-    "core/tensor_parallel/random.py",  # recomputation before 0.18, and random states
+    "core/tensor_parallel/random.py",
     "core/transformer/attention.py",
     "core/transformer/multi_latent_attention.py",
     "core/transformer/multi_token_prediction.py",
     "core/transformer/transformer_block.py",
     "core/transformer/transformer_layer.py",
     "core/transformer/moe/moe_layer.py",
-    "core/transformer/moe/moe_logging.py",  # from 0.18
+    "core/transformer/moe/moe_logging.py",
     "core/transformer/moe/moe_utils.py",
     "core/transformer/moe/router.py",
     "core/transformer/moe/token_dispatcher.py",
@@ -69,7 +66,7 @@ _MEANINGS = (
 _NO_CODE = re.compile(rb"^[ \t]*(#.*)?\r?\n", re.MULTILINE)
 """A line that is empty, or a comment alone."""
 
-WHEELS = ("0.17.1", "0.18.2", "0.19.2")
+WHEELS = ("0.18.2", "0.19.2")
 """Of these, the wheels on PyPI."""
 
 MINIMUM_TRANSFORMER_ENGINE, LATEST_TRANSFORMER_ENGINE = (2, 18), (2, 20)

@@ -1,12 +1,7 @@
-"""FLOPs of the segments trained: Megatron's own count from 0.18 on, the same numbers for releases that lack it.
-
-Before 0.18 Megatron counts whole windows, batch * (L * s + A * s * s) with s = --seq-length. L and A are read off its
-own formula at s and 2 * s; a step of documents l then counts L * sum(l) + A * sum(l * l), over data-parallel ranks.
-"""
+"""FLOPs of the documents trained: Megatron counts them, told which these are."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,22 +9,18 @@ from typing import Any
 import torch
 from megatron.training import get_args, training
 
-from wlb_megatron.plugin.job_state import Original, part
+from wlb_megatron.plugin.job_state import part
 
 
 @dataclass(slots=True)
 class SegmentCounts:
-    """Tokens and squared lengths of documents.
+    """Tokens and squared lengths of documents, over all data-parallel ranks.
 
-    here: sums over this rank's micro-batches since the last step's count, None outside a step. step: the last step's,
-    over all data-parallel ranks. passed: those of each iteration since the last line. logged: those of the iteration
-    that was logged last.
+    passed: those of each iteration since the last line. logged: those of the iteration that was logged last.
     """
 
-    here: list[int] | None = None
-    step: tuple[float, float] | None = None
     passed: list[tuple[Any, ...]] = field(default_factory=list)
-    logged: tuple[Any, ...] | None = None
+    logged: tuple[Any, ...] = (None, None)
 
 
 def count_segments(bounds: Sequence[torch.Tensor]) -> None:
@@ -39,30 +30,8 @@ def count_segments(bounds: Sequence[torch.Tensor]) -> None:
     whole in the micro-batch of its last chunk.
     """
     lengths = torch.cat([of_micro_batch.diff() for of_micro_batch in bounds])
-    if hasattr(training, "update_seqlen_stats_from_cu_seqlens"):
-        cumulative = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-        training.update_seqlen_stats_from_cu_seqlens(cumulative.cuda(non_blocking=True))
-        return
-    counts = part(SegmentCounts)
-    tokens, squares = counts.here or (0, 0)
-    counts.here = [tokens + int(lengths.sum()), squares + int((lengths * lengths).sum())]
-
-
-def wrap_num_floating_point_operations(original: Original, args: Any, batch_size: int) -> float:
-    """num_floating_point_operations(args, batch_size) of the step just trained, on every rank once before the log."""
-    counts = part(SegmentCounts)
-    if (
-        counts.here is not None
-    ):  # the training loop's call after a step; the log's then finds the same numbers
-        counts.step, counts.here = _over_all_ranks(counts.here), None
-    if counts.step is None:
-        return float(original(args, batch_size))
-    single, double = copy.copy(args), copy.copy(args)
-    double.seq_length = 2 * args.seq_length
-    per_window, per_double = float(original(single, 1)), float(original(double, 1))
-    attention = (per_double - 2 * per_window) / (2 * args.seq_length**2)
-    linear = per_window / args.seq_length - attention * args.seq_length
-    return linear * counts.step[0] + attention * counts.step[1]
+    cumulative = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    training.update_seqlen_stats_from_cu_seqlens(cumulative.cuda(non_blocking=True))
 
 
 def take_mean(arguments: dict[str, Any]) -> None:
@@ -72,18 +41,13 @@ def take_mean(arguments: dict[str, Any]) -> None:
     iterations are alike.
     """
     counts = part(SegmentCounts)
-    ours = set(_TOTALS) <= arguments.keys()
-    last = tuple(arguments[name] for name in _TOTALS) if ours else counts.step
-    counts.logged = last
-    if last is None or None in last:
+    counts.logged = tuple(arguments.get(name) for name in _TOTALS)
+    if None in counts.logged:
         return
-    counts.passed.append(last)
     passed = counts.passed
-    mean = tuple(sum(column) / len(passed) for column in zip(*passed, strict=True))
-    if ours:
-        arguments |= dict(zip(_TOTALS, mean, strict=True))
-    else:
-        counts.step = mean[0], mean[1]
+    passed.append(counts.logged)
+    mean = (sum(column) / len(passed) for column in zip(*passed, strict=True))
+    arguments |= dict(zip(_TOTALS, mean, strict=True))
     # After the first iteration Megatron logs, but goes on summing times.
     if arguments["iteration"] % get_args().log_interval == 0 and not arguments.get("is_first_iteration"):
         passed.clear()
@@ -92,26 +56,12 @@ def take_mean(arguments: dict[str, Any]) -> None:
 def logged_operations() -> float | None:
     """FLOPs of the iteration logged last: the model's own of its documents, forward and backward, by Megatron's
     formula. None if they were not counted."""
-    counts = part(SegmentCounts)
-    if counts.logged is None or None in counts.logged:
+    logged = part(SegmentCounts).logged
+    if None in logged:
         return None
-    if hasattr(training, "update_seqlen_stats_from_cu_seqlens"):
-        totals = dict(zip(_TOTALS, counts.logged, strict=True))
-        return float(training.num_floating_point_operations(get_args(), 1, **totals))
-    counts.step = counts.logged  # the log's own was a mean
-    return float(training.num_floating_point_operations(get_args(), 1))
+    totals = dict(zip(_TOTALS, logged, strict=True))
+    return float(training.num_floating_point_operations(get_args(), 1, **totals))
 
 
 _TOTALS = ("total_real_tokens_in_batch", "seqlen_squared_sum_in_batch")
-"""What training_log is given of an iteration from 0.18 on: tokens and squared lengths of documents, over all ranks."""
-
-
-def _over_all_ranks(here: list[int]) -> tuple[float, float]:
-    """The sums, where tensor-, context- and pipeline-parallel ranks counted the same."""
-    from megatron.core import parallel_state
-
-    sums = torch.tensor(here, dtype=torch.float64, device="cuda")
-    torch.distributed.all_reduce(sums)
-    alike = torch.distributed.get_world_size() // parallel_state.get_data_parallel_world_size()
-    tokens, squares = (sums / alike).tolist()
-    return tokens, squares
+"""What training_log is given of an iteration: tokens and squared lengths of documents, over all ranks."""

@@ -14,10 +14,9 @@ Two things are mended here, for the log alone; gradients are right either way.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from wlb_megatron.plugin.job_state import Original, part
@@ -80,8 +79,8 @@ def wrap_apply_z_loss(original: Original, self: Any, logits: Any, padding_mask: 
 
 
 def wrap_record(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """MoEMetricsTracker.record, before 0.18 save_to_aux_losses_tracker: means over tokens weighed, z-losses averaged
-    over all ranks, which releases before 0.19 leave out."""
+    """MoEMetricsTracker.record: means over tokens weighed, z-losses averaged over all ranks, which releases before 0.19
+    leave out."""
     state = part(LoggedLosses)
     if state.weight is None:
         return original(*args, **kwargs)
@@ -90,15 +89,15 @@ def wrap_record(original: Original, *args: Any, **kwargs: Any) -> Any:
     return original(*name, value * state.weight, layer, layers, **kwargs | averages)
 
 
-def _missing_ranks(name: str, entry: Callable[[str], Any]) -> dict[str, Any]:
+def _missing_ranks(name: str, entry: Any) -> dict[str, Any]:
     """Which ranks a loss is to be reduced over, if a stage without experts has none to record it.
 
     Megatron sums over pipeline stages, then over the groups that the stage's routers recorded. So a last stage without
-    experts logs one context-parallel rank's part. entry: returns the group noted so far, by its name.
+    experts logs one context-parallel rank's part. entry: Megatron's of the loss, with the groups noted so far.
     """
     from megatron.core import parallel_state
 
-    if entry("reduce_group") is not None or entry("avg_group") is not None:
+    if entry.reduce_group is not None or entry.avg_group is not None:
         return {}
     if name == "z_loss":
         return {"avg_group": _averaging()}
@@ -115,29 +114,15 @@ def wrap_ensure_initialized(
     """MoEMetricsTracker.ensure_initialized, with the ranks of a loss that this stage does not record."""
     original(self, name, *positional, **keywords)
     entry = self.metrics[name]
-    for group, ranks in _missing_ranks(name, partial(getattr, entry)).items():
+    for group, ranks in _missing_ranks(name, entry).items():
         setattr(entry, group, ranks)
         entry.needs_dp_avg = name != "global_load_balancing_loss"
-
-
-def wrap_reduce(original: Original, track_names: Any = None, *positional: Any, **keywords: Any) -> None:
-    """The same before 0.18, of reduce_aux_losses_tracker_across_ranks."""
-    from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
-
-    for name, entry in get_moe_layer_wise_logging_tracker().items():
-        missing = _missing_ranks(name, entry.get)
-        if missing:
-            entry |= missing | {"reduce_group_has_dp": name == "global_load_balancing_loss"}
-    original(track_names, *positional, **keywords)
 
 
 def wrap_save(
     original: Original, loss: Any, *positional: Any, avg_group: Any = None, **keywords: Any
 ) -> None:
-    """MTPLossLoggingHelper's save_metrics_to_tracker or save_loss_to_tracker, given losses that are weighed.
-
-    A rank without a prediction has no loss; 0.16 divides 0 by 0 there.
-    """
+    """MTPLossLoggingHelper's save_metrics_to_tracker or save_loss_to_tracker, given losses that are weighed."""
     state = part(LoggedLosses)
     if state.step is not None and state.step.predictions and avg_group is not None:
         weight = _weight(state.predicted, state.step, state.step.predictions[0], avg_group.size())

@@ -289,7 +289,7 @@ def wrap_dummy_train_step(original: Original, data_iterator: Any) -> Any:
 def wrap_evaluate(original: Original, *args: Any, **kwargs: Any) -> Any:
     """evaluate() with --full-validation: over as many iterations as cover the set once.
 
-    Megatron counts a loader's batches and cycles over it; with a single set it fails (0.16 to 0.20 take the first
+    Megatron counts a loader's batches and cycles over it; with a single set it fails (0.18 to 0.20 take the first
     element of a number). Here a set's iterations are known from its plan, the same on every rank.
     """
     arguments = inspect.signature(original).bind(*args, **kwargs).arguments

@@ -149,7 +149,7 @@ def try_delta_nets(job: TrainingJob) -> None:
     device = torch.device("cuda", job.device.index) if torch.cuda.is_available() else torch.device("cpu")
     heads = sizes.tensor * sizes.context
     try:
-        error = worst_error(nets, heads, getattr(torch, job.model.dtype), device, *kernels())
+        error = worst_error(nets, heads, getattr(torch, job.model.dtype), device)
     except Exception as problem:
         raise RefusedHere(
             f"gated delta nets cannot be run here ({problem!r}): install flash-linear-attention "
@@ -162,14 +162,7 @@ def try_delta_nets(job: TrainingJob) -> None:
         )
 
 
-def worst_error(
-    nets: DeltaNets,
-    parts: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    convolution: AtDocuments,
-    rule: AtDocuments,
-) -> float:
+def worst_error(nets: DeltaNets, parts: int, dtype: torch.dtype, device: torch.device) -> float:
     """The largest relative error of outputs and gradients. parts: ranks over which heads are spread."""
     generator = torch.Generator().manual_seed(0)
     tokens, heads = sum(LENGTHS), max(1, nets.value_heads // parts)
@@ -187,6 +180,7 @@ def worst_error(
     values, strength = draw(1, tokens, heads, nets.value_dim), draw(1, tokens, heads)
     # A decay as slow as that of many tokens carries much of a document into the next.
     fed = [*keys, given(values), given(-0.02 * strength.abs(), torch.float32), given(strength.sigmoid())]
+    convolution, rule = kernels()
     running = part(Running)
     running.documents = DocumentRows(ends.to(device), ends)
     try:
@@ -195,15 +189,14 @@ def worst_error(
     finally:
         running.documents = None
 
-    def convolve(rows: Tensor) -> Tensor:
+    def convolve(rows: Tensor, weight: Tensor) -> Tensor:
         padded = functional.pad(rows.transpose(1, 2), (nets.width - 1, 0))
-        convolved = functional.conv1d(padded, wide_weight[:, None], groups=channels)
+        convolved = functional.conv1d(padded, weight[:, None], groups=channels)
         return functional.silu(convolved).transpose(1, 2)
 
-    wide_weight = weight.detach().float().requires_grad_()
     return max(
-        _error(convolved, [x], [weight], convolve, [wide_weight], draw(1, tokens, channels)),
-        _error(answered, fed, [], exact_rule, [], draw(*values.shape)),
+        _error(convolved, [x], [weight], convolve, draw(1, tokens, channels)),
+        _error(answered, fed, [], exact_rule, draw(*values.shape)),
     )
 
 
@@ -212,16 +205,17 @@ def _error(
     rows: Sequence[Tensor],
     weights: Sequence[Tensor],
     exact: Callable[..., Tensor],
-    exact_weights: Sequence[Tensor],
     gradient: Tensor,
 ) -> float:
     """Of the outputs and gradients of packed rows [1, tokens, ..] against `exact` of each document in fp32."""
-    wide_rows = [tensor.detach().float().requires_grad_() for tensor in rows]
+    wide_rows, wide_weights = (
+        [tensor.detach().float().requires_grad_() for tensor in tensors] for tensors in (rows, weights)
+    )
     documents = zip(*(tensor.split(LENGTHS, dim=1) for tensor in wide_rows), strict=True)
-    exact_out = torch.cat([exact(*document) for document in documents], dim=1)
+    exact_out = torch.cat([exact(*document, *wide_weights) for document in documents], dim=1)
     gradient = gradient.to(out)
     results = [out, *torch.autograd.grad(out, [*rows, *weights], gradient)]
-    expected = [exact_out, *torch.autograd.grad(exact_out, [*wide_rows, *exact_weights], gradient.float())]
+    expected = [exact_out, *torch.autograd.grad(exact_out, [*wide_rows, *wide_weights], gradient.float())]
     errors = [
         float(((result.float() - exact).norm() / exact.norm()).detach())
         for result, exact in zip(results, expected, strict=True)

@@ -13,7 +13,7 @@ from wlb_megatron.attention.core_attention import PlannedRotaryEmbedding, WlbCor
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.plugin.job_state import Original, part
 from wlb_megatron.plugin.model.delta_nets import begin_at_documents, is_delta_net
-from wlb_megatron.refusals import Refused, RefusedHere
+from wlb_megatron.refusals import RefusedHere
 
 
 def with_wlb_attention(spec: Any) -> Any:
@@ -63,9 +63,7 @@ def install_spec(model_config: Any, settings: WlbConfig) -> None:
     model_config.pre_wrap_hooks.append(prepare)
 
 
-def with_plan_attention(
-    model_provider: Callable[..., Any], settings: Callable[[], WlbConfig]
-) -> Callable[..., Any]:
+def with_plan_attention(model_provider: Callable[..., Any], settings: WlbConfig) -> Callable[..., Any]:
     """A script's own model provider whose models are built with the plugin's attention, and checked."""
 
     def provider(*args: Any, **kwargs: Any) -> Any:
@@ -75,7 +73,7 @@ def with_plan_attention(
             model = model_provider(*args, **kwargs)
         finally:
             building.now = False
-        return prepare_model([model], settings())[0]
+        return prepare_model([model], settings)[0]
 
     return provider
 
@@ -100,8 +98,6 @@ def wrap_model(original: Original, self: Any, *args: Any, **kwargs: Any) -> None
         bound.arguments[name] = with_wlb_attention(bound.arguments[name])
         further = bound.arguments.get("mtp_block_spec")
         for layer in () if further is None else further.layer_specs:
-            if not hasattr(layer.submodules, "mtp_model_layer"):
-                raise Refused("wlb_megatron handles --mtp-num-layers from megatron-core 0.17 on")
             with_wlb_attention(layer.submodules.mtp_model_layer)
     original(*bound.args, **bound.kwargs)
 

@@ -57,7 +57,7 @@ from wlb_megatron.sharding.slots import padding
 from wlb_megatron.workload.kernel_table import h100, of_gpu
 
 
-def make_provider(job_sources: Callable[[], dict[str, Source]]) -> Callable[..., tuple[Any, Any, Any]]:
+def make_provider(sources: dict[str, Source]) -> Callable[..., tuple[Any, Any, Any]]:
     """train_valid_test_datasets_provider over the plans of the job's sources.
 
     Asked for each model chunk of a virtual pipeline, it gives the same iterators: micro-batches are drawn once a step.
@@ -67,7 +67,7 @@ def make_provider(job_sources: Callable[[], dict[str, Source]]) -> Callable[...,
     def provider(train_valid_test_num_samples: Any, vp_stage: int | None = None) -> tuple[Any, Any, Any]:
         if vp_stage:
             return iterators[0]
-        sources, args = job_sources(), get_args()
+        args = get_args()
         for name, source in sources.items():
             sources[name] = replace(source, job=source.job.with_vocabulary(args.padded_vocab_size))
         try_megatron()

@@ -6,7 +6,6 @@ import hashlib
 import inspect
 import json
 import re
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +34,6 @@ class ConversationTokenizer:
         self.tokenizing = tokenizing
         self._megatron = _load(tokenizing)
         self._hugging_face = self._megatron._tokenizer
-        if not hasattr(
-            self._megatron, "_extract_token_ids"
-        ):  # before 0.18: written for transformers 4, which gave arrays
-            plain = partial(self._hugging_face.apply_chat_template, return_dict=False)
-            self._hugging_face.apply_chat_template = plain
         config = self._megatron._prompt_config
         self._template: str | None = config.custom_chat_template
         self._check_template()
@@ -160,13 +154,10 @@ class ConversationTokenizer:
 def _load(tokenizing: Tokenizing) -> Any:
     try:
         from megatron.core.tokenizers.text.libraries.sft_tokenizer import SFTTokenizer
-    except ImportError:  # before 0.17
-        try:
-            from megatron.training.tokenizer.sft_tokenizer import SFTTokenizer
-        except ImportError as error:
-            if error.name == "megatron":
-                raise WlbError(f"Megatron tokenizes, and is not installed: {install('gpu')}") from None
-            raise WlbError(f"this Megatron has no SFT tokenizer ({error}): use 0.17.1 or later") from None
+    except ImportError as error:
+        if error.name == "megatron":
+            raise WlbError(f"Megatron tokenizes, and is not installed: {install('gpu')}") from None
+        raise WlbError(f"this Megatron has no SFT tokenizer ({error}): use 0.18.2 or later") from None
     folder = Path(tokenizing.tokenizer)
     try:
         if not folder.is_dir() and not _cached(tokenizing.tokenizer):

@@ -26,7 +26,7 @@ losses than micro-batches.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -237,12 +237,8 @@ def returns_its_losses(model: Any) -> bool:
 def _what_may_change(model: Any) -> str | None:
     """What may read or change losses on their way through the model and its wrappers, None where nothing does."""
     from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
 
-    models = [GPTModel]
-    with suppress(ImportError):  # before 0.18
-        from megatron.core.models.hybrid.hybrid_model import HybridModel
-
-        models.append(HybridModel)
     names = ("forward", "_postprocess")
     while True:
         outer = type(model)
@@ -254,7 +250,10 @@ def _what_may_change(model: Any) -> str | None:
         if "forward" in vars(model) or package not in ("megatron", "torch"):
             return f"{outer.__name__} may read or change losses"
         model = model.module  # DDP and mixed precision wrap it
-    if any(all(getattr(outer, name, None) is getattr(kind, name, None) for name in names) for kind in models):
+    if any(
+        all(getattr(outer, name, None) is getattr(kind, name, None) for name in names)
+        for kind in (GPTModel, HybridModel)
+    ):
         return None
     return f"{outer.__name__} does not return its losses as GPTModel or HybridModel does"
 

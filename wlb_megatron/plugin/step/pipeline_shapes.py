@@ -112,25 +112,6 @@ def wrap_communicate_shapes(
     return from_prev, from_next
 
 
-def wrap_send_forward_recv_forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """P2PCommunicator.send_forward_recv_forward, for Megatron before 0.18: waits until activations are sent.
-
-    The interleaved schedule frees a stage's output while it is still being sent, and the next stage may receive
-    whatever takes its memory. From 0.18 Megatron waits at this place.
-    """
-    result = original(self, *args, **kwargs)
-    if (
-        part(KnownShapes).queue is None
-        or not self.config.deallocate_pipeline_outputs
-        or not isinstance(result, tuple)
-    ):
-        return result
-    _, handles = result  # of an exchange that goes on beside computation
-    if handles and "send_next" in handles:
-        handles.pop("send_next").wait()
-    return result
-
-
 def wrap_get_forward_backward_func(original: Original, *args: Any, **kwargs: Any) -> Callable[..., Any]:
     """get_forward_backward_func whose function draws all micro-batches of the step before it starts."""
     return _with_known_shapes(original(*args, **kwargs))
@@ -158,7 +139,7 @@ def _with_known_shapes(forward_backward: Callable[..., Any]) -> Callable[..., An
         first = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
         source, training = planned_iterator(first), not kwargs.get("forward_only")
         if source is None:
-            if training and part(Start).opened is not None:
+            if training and part(Start).job is not None:
                 raise RefusedHere(
                     "wlb_megatron: the data of this training step are not the plugin's, so the script has called a "
                     "pretrain() that it held before enable(): call enable() before anything imports megatron.training"

@@ -149,13 +149,13 @@ def _grow_segments(registered: bool) -> tuple[bool, str | None]:
 
 def _unread() -> str | None:
     """Why a number set before a forward would not hold for it, if so."""
-    modules = [transformer_block]
-    with contextlib.suppress(ImportError):  # from 0.18 on
-        from megatron.core import recompute
+    from megatron.core import recompute
 
-        modules.append(recompute)
     with contextlib.suppress(OSError, TypeError):
-        if any("self.config.recompute_num_layers" in inspect.getsource(module) for module in modules):
+        if any(
+            "self.config.recompute_num_layers" in inspect.getsource(module)
+            for module in (transformer_block, recompute)
+        ):
             return None
     return "this Megatron's transformer block does not read recompute_num_layers in its forward"
 

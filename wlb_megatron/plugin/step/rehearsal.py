@@ -278,13 +278,9 @@ def _delayed(chunks: Sequence[Any]) -> Iterator[tuple[_Place, Any]]:
 
 def _forget_logged_losses() -> None:
     """Megatron adds up what layers record until it logs them."""
-    try:
-        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
-    except ImportError:  # before 0.18
-        from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker as clear
-    else:
-        clear = get_moe_metrics_tracker().clear
-    clear()
+    from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+
+    get_moe_metrics_tracker().clear()
     MTPLossLoggingHelper.tracker.clear()
 
 
