@@ -259,7 +259,7 @@ def test_a_dry_run_prints_what_is_set_and_what_analyze_predicts(launched, printe
     _, verdict = done.stdout.split(out)
     assert verdict.startswith("> wlb_megatron: Megatron and the plugin take these flags on 64 GPUs")
     assert "predicted speed-up" in out and "of activations" in out
-    assert "flags: " not in out, "nothing else was tried"
+    assert "flags: " in out
 
 
 @pytest.mark.megatron

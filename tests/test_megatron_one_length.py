@@ -49,8 +49,7 @@ def test_graphs_are_refused_where_another_shape_would_come_or_more_than_mlps_are
     for graphs in (
         {"cuda_graph_impl": "local"},
         {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": []},
-        {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": ["attn", "mlp"]},
-        {"enable_cuda_graph": True},
+        {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["attn", "mlp"]},
     ):
         assert graphed(megatron(**graphs)) not in (None, MLP_GRAPHS)
         with pytest.raises(Refused, match="leave graphs off"):

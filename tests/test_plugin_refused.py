@@ -19,7 +19,7 @@ SIZES = "global-batch-size seq-length context-parallel-size eval-interval log-in
 WRONG: dict[str, str] = {
     **{f"--wlb-{choice}": "invalid choice" for choice in CHOICES.split(",")},
     **{f"--{size} 0": f"error: --{size} 0: give 1 or more" for size in SIZES.split()},
-    **{f"--wlb-{number}": "invalid int value" for number in ("max-tokens many", "max-delay soon")},
+    **{f"--wlb-{number}": "is not a whole number from" for number in ("max-tokens many", "max-delay soon")},
     **{f"--reset-{what}": "drop them" for what in ("position-ids", "attention-mask")},
     **{f"--attention-backend {name}": "use auto or fused" for name in ("flash", "unfused")},
     **{f"--data-path FOLDER/{name}": "is truncated" for name in ("cut", "short")},
@@ -71,7 +71,7 @@ WRONG: dict[str, str] = {
     "--dataloader-inter-document-masking": "masks between documents already",
     "--fp8-dot-product-attention": "unrecognized arguments",
     "--wlb-log-plans": "give --wlb-log PATH",
-    "--wlb-trace t.json --wlb-trace-iteration 1": "must be from 2 to",
+    "--wlb-trace t.json --wlb-trace-iteration 1": "is not a whole number from 2 to",
     f"--wlb-cp-mode dynamic {MOE} --moe-token-dispatcher-type alltoall --moe-z-loss-coeff 0.001": "depend on the",
     # The plugin's own settings.
     "--wlb-overlong chunk --wlb-chunks off": "use --wlb-overlong split",

@@ -53,9 +53,9 @@ def test_a_flag_takes_what_the_registry_lists_and_shows_what_it_offers(field):
     parser = add_arguments(argparse.ArgumentParser())
     flag = f"--wlb-{field.replace('_', '-')}"
     (action,) = [action for action in parser._actions if flag in action.option_strings]
-    assert list(action.choices or ()) == list(KINDS[field])
+    assert all(name in (action.choices or ()) for name in KINDS[field])
     offered = [name for name, entry in KINDS[field].items() if not entry.instead]
-    assert action.metavar == "{" + ",".join(offered) + "}"
+    assert list(action.choices or ()) == offered, "so messages do not name the others"
     assert all(f"{name} ({KINDS[field][name].help})" in (action.help or "") for name in offered)
 
 

@@ -10,8 +10,10 @@ import pytest
 
 from scripts.reproduce.compare import micro_batch_count, rescale
 from wlb_megatron.documents.lengths import long_tailed
+from wlb_megatron.pipeline.schedule import Event, Launches, pipeline_events
 from wlb_megatron.sharding.cut import predict, shard
-from wlb_megatron.simulator.iteration import group_events, run_steps, simulate
+from wlb_megatron.simulator import iteration
+from wlb_megatron.simulator.iteration import Orders, Shards, run_steps, simulate
 from wlb_megatron.simulator.model import LayerModel, Times
 from wlb_megatron.workload.assumptions import Assumptions
 from wlb_megatron.workload.cost_model import EXPERTS_NS
@@ -33,6 +35,28 @@ FREE = Assumptions(
 def _model(assumptions: Assumptions = FREE, **layout: int) -> LayerModel:
     made = Layout(distributed_optimizer=True, **layout)
     return LayerModel(shape=SMALL, layout=made, assumptions=assumptions)
+
+
+def group_events(shards: Shards, model: LayerModel, orders: Orders | None = None) -> list[list[Event]]:
+    """Events (nanoseconds) of the first iteration's pipelines, one list for each data-parallel rank."""
+    tokens, attention, cuts = iteration._measure(shards[:1], model)
+    grouped = iteration._grouped(tokens, None if orders is None else orders[0])
+    repeats = iteration.recomputed_by_flags(tokens, model)
+    layers = iteration._device(tokens, attention, model)
+    forward, backward = iteration._stages(layers, iteration._ends(tokens, model, grouped), repeats, model)
+    launches = iteration._launches(cuts, grouped, repeats, model)
+    return [
+        pipeline_events(
+            forward[rank],
+            backward[rank],
+            model.layout.pipeline,
+            transfer=float(iteration._transfer(tokens, model)[0]),
+            blocking=model.layout.virtual == 1,
+            groups=None if orders is None else orders[0][rank],
+            launches=Launches(launches.forward[rank], launches.backward[rank]),
+        )
+        for rank in range(model.layout.data)
+    ]
 
 
 def test_parameters_are_those_of_a_known_model_and_spread_over_stages_as_evenly_as_they_go():

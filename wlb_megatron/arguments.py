@@ -7,14 +7,14 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import Field, fields, replace
 from typing import Any
 
 from wlb_megatron.config import RANKS, TOKENS, WlbConfig, whole
 from wlb_megatron.errors import WlbError
 from wlb_megatron.refusals import unsupported
-from wlb_megatron.registry import CP_MODES, PACKERS, SHARDINGS
+from wlb_megatron.registry import CP_MODES, PACKERS, SHARDINGS, Entry
 
 PREFIX = "wlb_"
 
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     for setting in fields(WlbConfig):
         options = flag_options(setting)
-        if setting.metadata.get("depends"):
+        if setting.name == "overlong":
             options["default"] = None
         group.add_argument(_flag(PREFIX + setting.name), dest=PREFIX + setting.name, **options)
     for name in REMOVED:
@@ -44,33 +44,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def flag_options(setting: Field[Any]) -> dict[str, Any]:
-    """What argparse is told of a setting. Its usage names what a registry offers; it takes all."""
+    """What argparse is told of a setting."""
     if setting.default is False:
         return {"help": setting.metadata["help"], "action": "store_true"}
-    choices, metavar = setting.metadata.get("choices"), None
-    if isinstance(choices, dict):
-        metavar = "{" + ",".join(name for name, entry in choices.items() if not entry.instead) + "}"
+    choices = setting.metadata.get("choices")
     default = "" if setting.default is None else f" (default: {setting.default})"
     return {
         "help": setting.metadata["help"] + default,
         "default": setting.default,
         "type": setting.metadata.get("type", str),
-        "choices": choices,
-        "metavar": metavar,
+        "choices": Offered(choices) if isinstance(choices, dict) else choices,
     }
+
+
+class Offered(dict[str, Entry]):
+    """Entries of a registry. A flag takes all; its usage and messages, which iterate, name those that are offered."""
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name, entry in self.items() if not entry.instead)
 
 
 def config_from_args(args: argparse.Namespace) -> WlbConfig:
-    """The plugin's settings from the flags. WlbError for a number out of range."""
+    """The plugin's settings from the flags."""
     settings = {setting.name: getattr(args, PREFIX + setting.name) for setting in fields(WlbConfig)}
-    dependent_names = {
-        setting.name
-        for setting in fields(WlbConfig)
-        if setting.metadata.get("depends") and settings[setting.name] is None
-    }
-    config = WlbConfig(**{name: value for name, value in settings.items() if name not in dependent_names})
-    check_numbers(config)
-    return config
+    if settings["overlong"] is None:
+        del settings["overlong"]  # its default depends on the job
+    return WlbConfig(**settings)
 
 
 def removed_flags(args: argparse.Namespace) -> list[str]:
@@ -99,21 +98,13 @@ def take_instead(config: WlbConfig) -> tuple[WlbConfig, list[str]]:
     return config, lines
 
 
-def check_numbers(config: WlbConfig) -> None:
-    """Raises WlbError for a setting that is out of its range or not a number."""
-    for setting in fields(WlbConfig):
-        value, bounds = getattr(config, setting.name), setting.metadata.get("within")
-        if value is not None and bounds is not None and not bounds[0] <= value <= bounds[1]:
-            raise WlbError(f"{_flag(PREFIX + setting.name)} {value} must be from {bounds[0]} to {bounds[1]}")
-
-
 def name_flag(message: str, args: argparse.Namespace, prefix: str = "") -> str:
     """The message with the flag instead of a setting's name at its start.
 
     The settings have this prefix among `args`.
     """
     name, *words = message.split(" ", 1)
-    name = prefix + {"per_document": "document_cost"}.get(name, name)
+    name = prefix + name
     return " ".join([_flag(name), *words]) if hasattr(args, name) else message
 
 
@@ -122,10 +113,14 @@ def explain_unparsed(message: str, flags: Iterable[str]) -> str:
     marker = "unrecognized arguments: "
     if not message.startswith(marker):
         return message
-    unknown = [word.split("=")[0] for word in message.removeprefix(marker).split() if word.startswith("--")]
-    near = [difflib.get_close_matches(flag, list(flags), n=1, cutoff=0.8) for flag in unknown]
-    guesses = [f"did you mean {flag}?" for nearest in near for flag in nearest]
-    return f"{message} ({' '.join(guesses)})" if guesses else message
+    guesses = [guess(word.split("=")[0], flags, 0.8) for word in message.removeprefix(marker).split()]
+    return f"{message} ({' '.join(filter(None, guesses))})" if any(guesses) else message
+
+
+def guess(flag: str, flags: Iterable[str], likeness: float) -> str:
+    """A question that names the nearest of `flags`, if one is at least so like (0 to 1)."""
+    nearest = difflib.get_close_matches(flag, list(flags), n=1, cutoff=likeness) if flag[:2] == "--" else []
+    return "".join(f"did you mean {near}?" for near in nearest)
 
 
 NOT_HERE = tuple(setting.name for setting in fields(WlbConfig) if setting.metadata.get("training"))
@@ -231,8 +226,8 @@ def complete_layout(args: argparse.Namespace) -> None:
     if args.world_size is not None:
         if args.world_size % ranks:
             raise UsageError(
-                f"{args.world_size} GPUs are not a multiple of --tp {args.tp} x --cp {args.cp} x --pp {args.pp}: "
-                "change one"
+                f"the number of GPUs, {args.world_size}, is not a multiple of --tp {args.tp} x --cp {args.cp} x --pp "
+                f"{args.pp}: change one"
             )
         dp = args.world_size // ranks
         if args.dp not in (None, dp):
@@ -280,12 +275,11 @@ def add_setting(parser: argparse.ArgumentParser, name: str) -> None:
 
 
 def settings(args: argparse.Namespace) -> WlbConfig:
-    """The settings as given; args.notes gets a line on a value that is no longer offered. WlbError for a number that is
-    out of range, for what would change nothing, and for a launch command that training refuses."""
+    """The settings as given; args.notes gets a line on a value that is no longer offered. WlbError for what changes
+    nothing, and for a launch command that training refuses."""
     names = [setting.name for setting in fields(WlbConfig) if setting.name not in NOT_HERE]
     config, lines = take_instead(WlbConfig(**{name: getattr(args, name) for name in names}))
     args.notes = (*getattr(args, "notes", ()), *(f"note: {line}" for line in lines))
-    check_numbers(config)
     if not getattr(args, "launched", False):  # training takes what changes nothing
         refuse_idle(config)
     elif lines := unsupported(args, config):
@@ -306,22 +300,16 @@ def refuse_idle(config: WlbConfig) -> None:
 
 def idle(config: WlbConfig) -> dict[str, str]:
     """Names of settings that the others leave without effect, and what they need."""
-    requirements: dict[str, dict[str, list[str]]] = {}
-    used = set()
+    needs: dict[str, list[str]] = {}
     for field, entries in (("packing", PACKERS), ("sharding", SHARDINGS), ("cp_mode", CP_MODES)):
+        used = entries[getattr(config, field)].settings
         for name, entry in entries.items():
             for setting in entry.settings:
-                requirements.setdefault(setting, {}).setdefault(field, []).append(name)
-                if name == getattr(config, field):
-                    used.add(setting)
-    idle_settings = {
-        setting: " or ".join(f"{_flag(field)} {' or '.join(names)}" for field, names in by.items())
-        for setting, by in requirements.items()
-        if setting not in used
-    }
+                if setting not in used:
+                    needs.setdefault(setting, []).append(f"{_flag(field)} {name}")
     if config.cp_mode != "fixed":
-        idle_settings["micro_batches_per_window"] = "--cp-mode fixed"
-    return idle_settings
+        needs["micro_batches_per_window"] = ["--cp-mode fixed"]
+    return {setting: " or ".join(flags) for setting, flags in needs.items()}
 
 
 class UsageError(WlbError):

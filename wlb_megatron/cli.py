@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import argparse
 import copy
-import difflib
 import errno
 import io
 import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from contextlib import suppress
+from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -31,6 +31,7 @@ from wlb_megatron.arguments import (
     add_settings,
     complete_layout,
     explain_unknown,
+    guess,
     name_flag,
     renamed,
     settings,
@@ -45,7 +46,6 @@ from wlb_megatron.plugin.flags.data_paths import DataPaths, training_corpora
 from wlb_megatron.plugin.sft.indexed import add_sft_index
 from wlb_megatron.profiler.profile_command import add_profile
 from wlb_megatron.report.terminal import print_table
-from wlb_megatron.report.watch import add_watch
 from wlb_megatron.simulator.job import Job
 from wlb_megatron.simulator.job_flags import add_job, add_recompute, read_job
 from wlb_megatron.simulator.model_flags import PRESETS, add_model, check_vpp
@@ -53,10 +53,8 @@ from wlb_megatron.whole_files import write_whole
 from wlb_megatron.workload.model import Layout, one_kernel
 
 MOVED = {
-    "simulate": "simulate is part of analyze now: wlb-megatron analyze --no-split --search none, with the same flags",
-    "reproduce": "reproduce has moved: run python -m scripts.reproduce from a clone, with the same flags",
-    "corpus": "corpus has moved: run python -m scripts.corpus from a clone, with the same flags",
     "patch": "patch has moved: run patches/apply.sh from a clone, with the same flags",
+    "watch": "watch is gone: TensorBoard and Weights & Biases draw its figures (wlb/...), docs/log.md reads the file",
 }
 """Commands of earlier releases."""
 
@@ -150,14 +148,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(
         dest="command",
         required=True,
-        metavar="inspect | analyze | profile | watch | sft-index | doctor",
+        metavar="inspect | analyze | profile | sft-index | doctor",
     )
     _add_inspect(commands.add_parser("inspect", help="show the plans of documents of given lengths"))
     analyzer = commands.add_parser("analyze", help="predict what balancing gains on your documents")
     add_analyze(analyzer)
     analyzer.set_defaults(run=_analyze)
     add_profile(commands.add_parser("profile", help="measure a model's costs on this GPU"))
-    add_watch(commands.add_parser("watch", help="show a run from its --wlb-log"))
     add_sft_index(commands.add_parser("sft-index", help="tokenize conversations for --sft"))
     add_doctor(commands.add_parser("doctor", help="check what is installed here, and print what to fix"))
     return run(parser, commands.choices, sys.argv[1:] if argv is None else argv)
@@ -182,7 +179,7 @@ def run(
             sys.stdout.flush()  # else what cannot be written is met at exit, where nobody handles it
     except WlbError as error:
         message = name_flag(str(error), args)
-        asis = isinstance(error, UsageError) or getattr(args, "command", "") in ("doctor", "watch")
+        asis = isinstance(error, UsageError) or getattr(args, "command", "") == "doctor"
         message = message if asis else renamed(message)
         print(f"{PREFIX} {message}", file=sys.stderr)
         return 2
@@ -208,52 +205,46 @@ def _forget_stdout() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-@dataclass(frozen=True)
-class Launch:
+class Launch(NamedTuple):
     """The flags of the training script. world: GPUs, None where the command does not say. environment: variables that
     the command sets (NAME=VALUE, also after env)."""
 
     flags: tuple[str, ...]
     world: int | None = None
-    environment: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = {}
 
 
 def read_launch(words: Sequence[str]) -> Launch:
-    """Splits a command into what torchrun takes and what the script takes.
+    """Splits a command behind the script, or the module that is the script.
 
     ["torchrun", "--nproc-per-node", "8", "-m", "wlb_megatron.launch", "pretrain_gpt.py", "--num-layers", "2"]: 8 GPUs,
     and the last two words. Words that begin with a flag are Megatron's flags alone.
     """
     if not words or words[0].startswith("-"):
         return Launch(tuple(words))
-    begin = _script_end(words)
-    starter = list(words[:begin])
-    runs = any(
+    ends = [place + 1 for place, word in enumerate(words) if word.endswith(".py")]
+    ends += [
+        place + 2
+        for place, (flag, module) in enumerate(pairwise(words))
+        if flag == "-m" and not module.startswith("torch.")
+    ]
+    if not ends:
+        raise WlbError(
+            f"no training script in {' '.join(words[:4])!r}: paste the whole command, or only its flags, after --"
+        )
+    starter, flags = words[: ends[0]], words[ends[0] :]
+    world = None
+    if any(
         word.rsplit("/", 1)[-1] == "torchrun" or word.startswith("torch.distributed.") for word in starter
-    )
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--nnodes", default="1")
-    parser.add_argument("--nproc-per-node", "--nproc_per_node", default="1")
-    try:
-        sizes, _ = parser.parse_known_args(starter)
-        world = int(sizes.nnodes) * int(sizes.nproc_per_node) if runs else None
-    except (ValueError, argparse.ArgumentError):  # "gpu", "auto", "1:4", a shell's variable
-        world = None
+    ):
+        sizes = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+        sizes.add_argument("--nnodes", type=int, default=1)
+        sizes.add_argument("--nproc-per-node", "--nproc_per_node", type=int, default=1)
+        with suppress(argparse.ArgumentError):  # "gpu", "auto", "1:4", a shell's variable
+            given, _ = sizes.parse_known_args(starter)
+            world = given.nnodes * given.nproc_per_node
     sets = dict(word.split("=", 1) for word in starter if "=" in word and not word.startswith("-"))
-    return Launch(tuple(words[begin:]), world, sets)
-
-
-def _script_end(words: Sequence[str]) -> int:
-    """The place after the script, or after the module that is the script."""
-    for place, word in enumerate(words):
-        if word.endswith(".py"):
-            return place + 1
-    for place, (flag, module) in enumerate(pairwise(words)):
-        if flag == "-m" and not module.startswith("torch."):
-            return place + 2
-    raise WlbError(
-        f"no training script in {' '.join(words[:4])!r}: paste the whole command, or only its flags, after --"
-    )
+    return Launch(tuple(flags), world, sets)
 
 
 def launch_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -277,17 +268,15 @@ def notes_of(unknown: Sequence[str]) -> list[str]:
 
     unknown: the words that the parser did not take.
     """
-    flags = dict.fromkeys(word.split("=")[0] for word in unknown)
     settings = {f"--wlb-{setting.name.replace('_', '-')}" for setting in fields(WlbConfig)}
-    others = [flag for flag in flags if flag.startswith("--wlb-") and flag not in settings]
-    unread = [flag for flag in flags if flag not in MEGATRON | settings]
-    names = sorted(MEGATRON | settings)
-    near = {flag: difflib.get_close_matches(flag, names, n=1, cutoff=0.9) for flag in unread}
-    # Without --, for which a message would have the commands' own name.
-    notes = dict.fromkeys(others, "wlb_megatron has no such flag in this release")
-    notes |= {flag: f"did you mean {name[2:]}?" for flag, nearest in near.items() for name in nearest}
-    notes |= PASSED_OVER
-    return [f"note: {flag} is not predicted: {notes[flag]}" for flag in flags if flag in notes]
+    reasons = {}
+    for flag in (word.split("=")[0] for word in unknown):
+        nearest = "" if flag in MEGATRON | settings else guess(flag, sorted(MEGATRON | settings), 0.9)
+        # Without --, for which a message would have the commands' own name.
+        reasons[flag] = PASSED_OVER.get(flag) or nearest.replace(" --", " ")
+        if flag.startswith("--wlb-") and flag not in settings and not nearest:
+            reasons[flag] = "wlb_megatron has no such flag in this release"
+    return [f"note: {flag} is not predicted: {reason}" for flag, reason in reasons.items() if reason]
 
 
 def _add_inspect(parser: argparse.ArgumentParser) -> None:
@@ -325,7 +314,7 @@ def _add_inspected_job(parser: argparse.ArgumentParser) -> None:
     defaults = vars(whole_job.parse_args([])) | {"seed": -1, "warm_up": 0}
     parser.set_defaults(
         of_launch=whole_job._actions,
-        of_job={action.dest: (action.option_strings[0], action.default) for action in described},
+        of_job=described,
         **{name: value for name, value in defaults.items() if name not in destinations},
     )
 
@@ -339,8 +328,9 @@ def _read_inspected_job(args: argparse.Namespace) -> Job | None:
     if args.launched:
         return None
     requirement = "--gpu-memory" if described else "a model (--model or --hidden-size)"
-    for name, (flag, default) in args.of_job.items():
-        if getattr(args, name) != default:
+    for action in args.of_job:
+        if getattr(args, action.dest) != action.default:
+            flag = action.option_strings[0]
             raise WlbError(f"{flag} changes nothing without {requirement}: add that, or leave it out")
     return None
 

@@ -1,7 +1,6 @@
 """One dataclass holds every setting of the plugin; arguments.py makes the --wlb-* flags from it.
 
-Numbers that flags take have bounds. What is out of range, and NaN and infinity, which pass most comparisons, is
-refused.
+Numbers that flags take have bounds: NaN and infinity, which pass most comparisons, are refused like what is too large.
 """
 
 from __future__ import annotations
@@ -47,7 +46,6 @@ def _within(number: Callable[[str], Number], kind: str, low: float, high: float)
     return read
 
 
-TOKEN_WEIGHTS = ("auto", "step", "equal")
 OVERLONG = ("split", "truncate", "drop", "chunk")
 
 
@@ -78,8 +76,7 @@ class WlbConfig:
         None,
         "longest micro-batch, Lmax (tokens; default: 1.5 x --seq-length, 0.75 x with chunks, or less if the GPU's "
         "memory, with a tenth to spare, holds less)",
-        type=int,
-        within=(1, TOKENS),
+        type=whole(1, TOKENS),
     )
     micro_batches_per_window: str = _setting(
         "auto",
@@ -90,8 +87,7 @@ class WlbConfig:
         None,
         "fixed cost of a micro-batch (tokens of linear work; default: from the profile or the model's shape, else "
         "1000 x the context-parallel size)",
-        type=float,
-        within=(0, TOKENS),
+        type=real(0, TOKENS),
     )
     chunks: str = _setting(
         "auto",
@@ -103,8 +99,7 @@ class WlbConfig:
         None,
         "longest wait of a document after it arrived (iterations; default: 16, or 0 with chunks). A number above 0 "
         "leaves chunks off",
-        type=int,
-        within=(0, COUNT),
+        type=whole(0, COUNT),
     )
     thresholds: str = _setting(
         "auto",
@@ -126,28 +121,24 @@ class WlbConfig:
     solver_seconds: float = _setting(
         1.0,
         "time limit of the solver for one plan (seconds)",
-        type=float,
-        within=(1e-3, SECONDS),
+        type=real(1e-3, SECONDS),
     )
     quadratic_at: float | None = _setting(
         None,
         "length X at which a document's attention costs as much as everything else. A document of d tokens has work "
         "d + d*d/X (tokens; default: from the profile or the model's shape)",
-        type=float,
-        within=(1, LARGEST),
+        type=real(1, LARGEST),
     )
     document_cost: float | None = _setting(
         None,
         "fixed cost of a document in a micro-batch (tokens of linear work; default on GPUs: from the profile, or the "
         "model's shape and a built-in table of an H100's kernels; else 0)",
-        type=float,
-        within=(0, TOKENS),
+        type=real(0, TOKENS),
     )
     max_documents: int = _setting(
         4096,
         "most documents in a micro-batch, because each adds to the time of the attention kernels (documents)",
-        type=int,
-        within=(1, COUNT),
+        type=whole(1, COUNT),
     )
     token_weights: str = _of_training(
         "auto",
@@ -155,7 +146,7 @@ class WlbConfig:
         "of fuller steps weigh less), equal (1 over --global-batch-size x --seq-length, the same in every step), auto "
         "(equal where documents may wait, which then train in fuller steps; else step). A resumed run keeps what it "
         "began with",
-        choices=TOKEN_WEIGHTS,
+        choices=("auto", "step", "equal"),
     )
     overlong: str = _setting(
         "split",
@@ -164,14 +155,12 @@ class WlbConfig:
         "split at the length that memory, --max-position-embeddings and a data-parallel rank's share of the iteration "
         "allow. With --sft, a conversation is never split: chunk is the default where chunks run, else drop",
         choices=OVERLONG,
-        depends=True,
     )
     train_epochs: int | None = _of_training(
         None,
         "train until each document has trained so often; sets --train-samples, and the last step takes what is left "
         "(epochs; default: --train-iters or --train-samples)",
-        type=int,
-        within=(1, COUNT),
+        type=whole(1, COUNT),
     )
     sft_skip_bad_lines: bool = _of_training(
         False,
@@ -214,15 +203,13 @@ class WlbConfig:
         0.10,
         "share of a GPU's memory that plans leave free: Lmax where it follows from memory, and the layers that are "
         "kept (share, 0 to 0.9)",
-        type=float,
-        within=(0, 0.9),
+        type=real(0, 0.9),
     )
     gpu_memory: float | None = _setting(
         None,
         "memory of a GPU, from which Lmax and the layers that are kept follow (GiB; default in training: the GPU's, or "
         "the cap that torch was given; in commands: Lmax is 1.5 windows, and 80 GiB decide what fits)",
-        type=float,
-        within=(0.001, COUNT),
+        type=real(0.001, COUNT),
     )
     rehearsal: str = _of_training(
         "auto",
@@ -269,8 +256,7 @@ class WlbConfig:
     trace_iteration: int = _of_training(
         10,
         "the iteration to trace, 2 or later, because the first builds kernels (iteration)",
-        type=int,
-        within=(2, COUNT),
+        type=whole(2, COUNT),
     )
     dry_run: bool = _of_training(
         False,
@@ -278,7 +264,7 @@ class WlbConfig:
         "planned and predicted. Exit with 0, or with 2 and the line of a refusal (default: train)",
     )
     world_size: int | None = _of_training(
-        None, "GPUs of the job of --wlb-dry-run (count; default: the launcher's)", type=int, within=(1, RANKS)
+        None, "GPUs of the job of --wlb-dry-run (count; default: the launcher's)", type=whole(1, RANKS)
     )
     off: bool = _of_training(False, "leave Megatron unchanged: the launcher only runs the script")
 

@@ -70,8 +70,8 @@ def _predict(arguments: Sequence[str], world: int) -> int:
     code = command([*command_line, "--", *flags])
     if not code:
         print(
-            f"> wlb_megatron: Megatron and the plugin take these flags on {world} GPUs. Not checked: kernels, "
-            "checkpoints, tokenizer. Other settings: wlb-megatron analyze -- <the same command>"
+            f"> wlb_megatron: Megatron and the plugin take these flags on {world} GPU{'s' * (world > 1)}. Not checked: "
+            "kernels, checkpoints, tokenizer. Other settings: wlb-megatron analyze -- <the same command>"
         )
     return code
 

@@ -60,13 +60,9 @@ MLP_GRAPHS = ("transformer_engine", {"mlp"})
 
 def graphed(args: Any) -> tuple[str, set[str]] | None:
     """Who captures CUDA graphs, and which parts of a layer by name (none: whole layers); None without graphs."""
-    made_by = _get(args, "cuda_graph_impl") or "none"
-    if made_by == "none" and not _get(args, "enable_cuda_graph"):
-        return None
-    parts = _get(args, "cuda_graph_modules") or _get(args, "cuda_graph_scope") or []
-    return made_by, {
-        str(getattr(part, "name", part)) for part in (parts if isinstance(parts, list) else [parts])
-    }
+    made_by = _get(args, "cuda_graph_impl") or "none"  # older flags for graphs set it, too
+    parts = _get(args, "cuda_graph_modules") or []
+    return None if made_by == "none" else (made_by, {str(getattr(part, "name", part)) for part in parts})
 
 
 def _windows(args: Any, config: WlbConfig) -> bool:

@@ -1,11 +1,9 @@
-"""`wlb-megatron analyze`: its flags and progress, and what it writes besides: a trace, and pictures, which need
-matplotlib.
-"""
+"""`wlb-megatron analyze`: its flags and progress, and pictures, which need matplotlib."""
 
 from __future__ import annotations
 
 import argparse
-import json
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,22 +18,22 @@ from wlb_megatron.arguments import add_layout, add_setting, add_settings
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.corpus import Lengths, blocks
 from wlb_megatron.errors import WlbError, install
-from wlb_megatron.pipeline.orders import documents_in_chunks
-from wlb_megatron.plan import IterationPlan, MicroBatch
 from wlb_megatron.report.terminal import progress
-from wlb_megatron.report.timeline import Drawn, chrome_trace, draw_timelines
-from wlb_megatron.simulator.iteration import group_events, recomputed_by_flags
-from wlb_megatron.simulator.job import Job, Run
+from wlb_megatron.report.timeline import Drawn, draw_timelines
+from wlb_megatron.simulator.iteration import recomputed_by_flags
 from wlb_megatron.simulator.job_flags import add_job, read_job
-from wlb_megatron.whole_files import renamed_at_end, write_whole
+from wlb_megatron.whole_files import renamed_at_end
 
 SEARCH = "schedule"
 """What is searched, if no flag says."""
 
+NO_TRACE = (
+    "note: --trace does nothing from this release on, and will be refused from the next: --pictures draws a step, and "
+    "--wlb-trace writes one of training"
+)
+
 _MOST_EVENTS = 512
 _COLORS = ("tab:gray", "tab:blue")
-MOST_BARS = 64
-"""Micro-batches of a step that a picture shows."""
 
 
 def add_analyze(parser: argparse.ArgumentParser) -> None:
@@ -59,13 +57,11 @@ def add_analyze(parser: argparse.ArgumentParser) -> None:
         help="what else to try on the same model, documents and GPUs: none; schedule (virtual stages, recomputation, "
         "chunks, micro-batches a window); layout (also tensor, context and pipeline parallelism; default: schedule)",
     )
-    parser.add_argument(
-        "--trace", metavar="PATH", help="write the slowest iteration, as set, as a trace for ui.perfetto.dev"
-    )
+    parser.add_argument("--trace", help=argparse.SUPPRESS)
     parser.add_argument(
         "--pictures",
         metavar="DIR",
-        help="write pictures here: one step of these documents before and after, their lengths, work and delay",
+        help="write pictures here: one step before and after, the documents' lengths, work and delay",
     )
 
 
@@ -73,8 +69,8 @@ def run_analyze(args: argparse.Namespace, lengths: Lengths, config: WlbConfig) -
     """Analyze as the flags say, with progress on stderr, and draw the pictures if asked for."""
     if args.pictures is not None:
         need_matplotlib()
-    if args.trace is not None and config.cp_mode == "dynamic":
-        raise WlbError("--trace supports only fixed groups: leave out --trace or --cp-mode dynamic")
+    if args.trace is not None:
+        print(NO_TRACE, file=sys.stderr)
     config = replace(config, token_weights=args.token_weights)
     job = read_job(args, lengths)
     model_known = args.model is not None or args.hidden_size is not None or job.profile is not None
@@ -82,8 +78,6 @@ def run_analyze(args: argparse.Namespace, lengths: Lengths, config: WlbConfig) -
     looks = settings_tried(job, config, args.search)
     with progress(steps + looks, lines=args.search == "layout") as tick:
         analysis = analyze(lengths, config, job, tick, split=not args.no_split, kind=args.search)
-    if args.trace is not None:
-        _write_trace(Path(args.trace), analysis.runs[1], job)
     if args.pictures is not None:
         folder = Path(args.pictures)
         try:
@@ -94,19 +88,6 @@ def run_analyze(args: argparse.Namespace, lengths: Lengths, config: WlbConfig) -
     return replace(analysis, assumed=not model_known)
 
 
-def _write_trace(path: Path, run: Run, job: Job) -> None:
-    """Of the slowest iteration."""
-    slowest = int(run.simulated.steps.argmax())
-    assert run.shards is not None
-    plan = run.timed_plans[slowest]
-    columns = zip(*plan.micro_batches, strict=True)
-    documents = [documents_in_chunks([micro_batch.pieces for micro_batch in column]) for column in columns]
-    recomputed = run.recomputed and run.recomputed[slowest : slowest + 1]
-    orders = job.orders([plan])
-    events = group_events([run.shards[slowest]], job.model, orders=orders, recomputed=recomputed)
-    write_whole(path, json.dumps(chrome_trace(events, documents=documents)) + "\n", "--trace")
-
-
 def need_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
@@ -114,8 +95,8 @@ def need_matplotlib() -> None:
         raise WlbError(f"drawing needs matplotlib: {install('report')}, or leave --pictures out") from None
 
 
-def draw_all(folder: Path, analysis: Analysis) -> list[Path]:
-    """Draw step.png, timeline.png, lengths.png, work.png and delay.png; each appears whole or not at all."""
+def draw_all(folder: Path, analysis: Analysis) -> None:
+    """Draw timeline.png, lengths.png, work.png and delay.png; each appears whole or not at all."""
     records = analysis.measured
     pictures = {
         "lengths": lambda axes: _draw_lengths(axes, analysis.lengths, analysis.job.window, analysis.capacity),
@@ -124,25 +105,23 @@ def draw_all(folder: Path, analysis: Analysis) -> list[Path]:
     }
     steps = records[0][1].steps
     number = int(np.abs(steps - steps.mean()).argmin())  # of arrival order; the other's has arrived with it
-    runs = [(name, run.timed_plans[number]) for (name, _), run in zip(records, analysis.runs, strict=True)]
-    paths = [_save(folder / f"{name}.png", draw) for name, draw in pictures.items()]
-    step = _save(folder / "step.png", lambda axes: draw_step(axes, runs), height=6.0)
-    return [step, _draw_timeline(folder / "timeline.png", analysis, number), *paths]
+    for name, draw in pictures.items():
+        _save(folder / f"{name}.png", draw)
+    _draw_timeline(folder / "timeline.png", analysis, number)
 
 
-def _save(path: Path, draw: Callable[[Any], None], height: float = 4.2) -> Path:
+def _save(path: Path, draw: Callable[[Any], None]) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(7.5, height), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(7.5, 4.2), layout="constrained")
     draw(axes)
     axes.spines[["top", "right"]].set_visible(False)
     with renamed_at_end(path) as scratch:
         figure.savefig(scratch, dpi=120)
     pyplot.close(figure)
-    return path
 
 
 def _draw_lengths(axes: Any, lengths: Lengths, window: int, capacity: int) -> None:
@@ -160,18 +139,8 @@ def _draw_lengths(axes: Any, lengths: Lengths, window: int, capacity: int) -> No
             fill=color == "tab:gray",
             alpha=0.8,
         )
-    for place, label in ((window, "window"), (capacity, "Lmax")):
-        axes.axvline(place, color="crimson", linestyle="--" if label == "Lmax" else "-", linewidth=1)
-        axes.text(
-            place,
-            axes.get_ylim()[1],
-            f"{label} ",
-            rotation=90,
-            ha="right",
-            va="top",
-            color="crimson",
-            fontsize=8,
-        )
+    for place, label, style in ((window, "window", "-"), (capacity, "Lmax", "--")):
+        axes.axvline(place, color="crimson", linestyle=style, linewidth=1, label=label)
     axes.set_xscale("log", base=2)
     axes.set_xlabel("document length (tokens)")
     axes.set_ylabel("share of all (%)")
@@ -218,64 +187,12 @@ def _draw_delay(axes: Any, records: Sequence[tuple[str, Measured]]) -> None:
     axes.legend(frameon=False)
 
 
-def draw_step(axes: Any, runs: Sequence[tuple[str, IterationPlan]]) -> None:
-    """Micro-batches of one iteration, each a bar of its documents' work, the longest document first.
-
-    runs: (name, plan). Ranks of data parallelism lie side by side; a bar's parts are documents, shaded by their length.
-    """
-    length = max(
-        piece.prefix + piece.tokens
-        for _, plan in runs
-        for _, micro_batch in _columns(plan)
-        for piece in micro_batch.pieces
-    )
-    x, ticks = 0.0, []
-    for name, plan in runs:
-        begin = x
-        columns = _columns(plan)[:MOST_BARS]
-        works = [micro_batch.work for _, micro_batch in columns]
-        for _, micro_batch in columns:
-            weights = [piece.tokens * (1.0 + piece.prefix + piece.tokens / 2) for piece in micro_batch.pieces]
-            bottom = 0.0
-            for weight, piece in sorted(zip(weights, micro_batch.pieces, strict=True), reverse=True):
-                share = micro_batch.work / max(works) * weight / sum(weights)
-                shade = 0.15 + 0.85 * ((piece.prefix + piece.tokens) / length) ** 0.5
-                axes.bar(
-                    x, share, 0.85, bottom, color=(0.12, 0.35, 0.65, shade), edgecolor="white", linewidth=0.4
-                )
-                bottom += share
-            x += 1
-        mean = sum(works) / len(works) / max(works)
-        axes.plot([begin - 0.5, x - 0.5], [mean, mean], color="crimson", linewidth=1)
-        ticks.append(
-            ((begin + x - 1) / 2, f"{name}\niteration {plan.iteration}: max/mean work {1 / mean:.2f}")
-        )
-        x += 1.5
-    axes.set_xticks([place for place, _ in ticks], [text for _, text in ticks])
-    axes.tick_params(axis="x", length=0)
-    axes.set_ylabel("work of a micro-batch over its step's largest")
-    axes.set_title(
-        "One step of these documents: a bar is a micro-batch, its parts documents (darker: longer), red the mean",
-        loc="left",
-        fontsize=9,
-    )
-
-
-def _columns(plan: IterationPlan) -> list[tuple[int, MicroBatch]]:
-    """(data-parallel rank, micro-batch), rank by rank."""
-    return [
-        (rank, micro_batch)
-        for rank, column in enumerate(zip(*plan.micro_batches, strict=True))
-        for micro_batch in column
-    ]
-
-
-def _draw_timeline(path: Path, analysis: Analysis, iteration: int) -> Path:
+def _draw_timeline(path: Path, analysis: Analysis, iteration: int) -> None:
     """Of each, the same iteration on its slowest data-parallel rank, by simulated times."""
     model, stages = analysis.job.model, range(analysis.job.model.layout.pipeline)
     limit = max(1, _MOST_EVENTS // (2 * len(stages)))
     plans = []
-    for (name, figures), run in zip(analysis.measured, analysis.runs, strict=True):
+    for name, figures in analysis.measured:
         times = figures.simulated.micro_batches[iteration]
         slowest = int((times.sum(axis=0) + (len(stages) - 1) * times.max(axis=0)).argmax())
         title = name + (f", first {limit} micro-batches" if len(times) > limit else "")
@@ -284,10 +201,9 @@ def _draw_timeline(path: Path, analysis: Analysis, iteration: int) -> Path:
         groups = figures.orders[iteration][slowest] if fits else None
         chunked = figures.chunked[iteration][slowest][:limit] if figures.orders else ()
         numbers = recomputed_by_flags(times[None].astype(np.int64), model)[0]
-        if run.recomputed is not None:
-            numbers = run.recomputed[iteration]
+        if figures.run.recomputed is not None:
+            numbers = figures.run.recomputed[iteration]
         layers = np.array([sum(model.layers_of(p, c) for c in range(model.layout.virtual)) for p in stages])
         repeats = numbers[slowest].sum(axis=1)[:, :limit] / layers[:, None]
         plans.append(Drawn(title, times[:limit, slowest].tolist(), groups, chunked, repeats.tolist()))
     draw_timelines(path, plans, len(stages))
-    return path

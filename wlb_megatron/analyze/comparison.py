@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from wlb_megatron.analyze.fits import Fits, Recomputed, by_recomputation, fits
 from wlb_megatron.analyze.measure import Measured, measure
 from wlb_megatron.analyze.search import (
     Candidate,
@@ -23,30 +23,30 @@ from wlb_megatron.analyze.search import (
     search,
     side_by_side,
 )
+from wlb_megatron.arguments import flags_of
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.corpus import Lengths
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.carry import weighs_equally
 from wlb_megatron.packing.chunk_packer import ChunkPacker
 from wlb_megatron.packing.factory import arrival_order
+from wlb_megatron.packing.limits import MARGIN, GpuMemory
 from wlb_megatron.packing.varlen.varlen_packer import VarlenPacker
 from wlb_megatron.sharding.cut import shard_all
 from wlb_megatron.simulator.iteration import Simulated, perfectly_balanced, simulate
 from wlb_megatron.simulator.job import Job, Run
+from wlb_megatron.workload.memory import GIB, LEAST, memory_needed
 
 NOISE = 0.01
 """Settings are recommended over arrival order, and other settings over the user's, only if they gain more than this
 share in tokens/s; less is noise."""
 
 STEADY = 1.05
-"""Steps are steady if the slowest takes at most this many times as long as arrival order's slowest, and the fullest
-has at most this many times the mean's tokens."""
+"""Steps are steady if the slowest takes at most this many times as long as arrival order's slowest."""
 
-STEADIER = 0.95
-"""Other settings are steadier if what is above STEADY falls to this share in sum, and neither rises."""
-
-KEPT = 0.9
-"""Steadier settings are named if they keep at least this share of the tokens/s."""
+STEADIER, SPEED_SHARE = 0.95, 0.9
+"""Other settings are steadier if their slowest step takes at most the first share of the time, and they keep at least
+the second of the tokens/s."""
 
 EVEN = "1.25"
 """A --wlb-batch-spread below the default, tried where whole documents wait."""
@@ -67,24 +67,49 @@ class Gain:
     fullest: float = 1.0
     outcome: Outcome | None = None
 
-    @property
-    def uneven(self) -> tuple[float, float]:
-        """Slowest and fullest step, STEADY where they are below it."""
-        return max(self.slowest, STEADY), max(self.fullest, STEADY)
-
 
 def _fullest(simulated: Simulated) -> float:
     return float(simulated.tokens.max() / simulated.tokens.mean())
 
 
-@dataclass(frozen=True)
-class Trade:
-    """The choice between documents in chunks and whole, where whole steps are not alike: of each, the speed-up by
-    token, the slowest step (ms), and the tokens of the fullest step over the mean."""
+class Choice(NamedTuple):
+    """Flags to train with, their speed by token and their slowest step, both over arrival order's."""
 
-    chosen: tuple[float, float, float]
-    other: tuple[float, float, float]
-    flag: str
+    flags: str
+    by_token: float
+    slowest: float
+
+
+class Fits(NamedTuple):
+    """What fits the GPU: tokens of the longest micro-batch and of the longest window; 0: not even the smallest.
+
+    in_chunks: with documents in chunks, else with whole ones, which need 1.25 windows.
+    """
+
+    micro_batch: int
+    window: int
+    gib: float
+    in_chunks: bool
+
+
+MOST = 1 << 26
+"""The longest micro-batch or window that `fits` looks at (tokens)."""
+
+
+def fits(memory: GpuMemory, *, in_chunks: bool) -> Fits:
+    """What fits this memory, counted as training counts it."""
+    room, gib = int(memory.size * (1 - MARGIN)), memory.size / GIB
+    if in_chunks:
+        plain = WlbConfig()
+        window = _most(1024, lambda w: replace(memory, window=w).needed(plain, w)[0] <= room)
+        return Fits(memory.in_chunks(), window, gib, True)
+    limit = _most(memory.alignment, lambda tokens: memory_needed(memory.shape, memory.layout, tokens) <= room)
+    return Fits(limit, limit * LEAST[1] // LEAST[0] // 1024 * 1024, gib, False)
+
+
+def _most(step: int, fit: Callable[[int], bool]) -> int:
+    """The largest multiple of `step` that fits, if the need grows with it."""
+    return bisect_left(range(step, MOST + 1, step), True, key=lambda tokens: not fit(tokens)) * step
 
 
 @dataclass(frozen=True)
@@ -93,7 +118,6 @@ class Analysis:
     derived.
 
     * gains: of the parts, each with all before it, and of other settings.
-    * trade: what the other choice of chunks would bring, where `auto` did not take the faster one by token.
     * unmasked: nanoseconds per token of windows whose documents attend to each other, as Megatron trains without
       document masks.
     * balanced: the same of a perfectly balanced plan of the documents as set.
@@ -101,7 +125,6 @@ class Analysis:
     * equal_weights: whether a token weighs the same in every step of the settings, see packing/carry.py.
     * fullest: bytes of the fullest GPU as set, and of its weights and their states; None: not estimated.
     * weights_problem: a line if the weights alone do not fit a GPU. Nothing is then recommended.
-    * runs: of before and after. recomputed: their speeds by kind of recomputation.
     * searched: other settings of the schedule or the layout.
     """
 
@@ -115,15 +138,12 @@ class Analysis:
     after: Measured
     messages: tuple[str, ...]
     gains: tuple[Gain, ...]
-    trade: Trade | None
     unmasked: float
     balanced: float
     memory: Fits
     fullest: tuple[int, int] | None
     weights_problem: str | None
-    runs: tuple[Run, Run]
     assumed: bool = False
-    recomputed: tuple[Recomputed | None, Recomputed | None] = (None, None)
     searched: Searched | None = None
 
     @property
@@ -157,21 +177,25 @@ class Analysis:
         return [gain for gain in self.gains if gain.config.overlong == self.config.overlong]
 
     @property
+    def _as_set(self) -> Gain:
+        slowest = float(self.after.simulated.steps.max() / self.before.simulated.steps.max())
+        fullest = _fullest(self.after.simulated)
+        return Gain("as set", self.config, None, self.speedup, self.equal_work_speedup, slowest, fullest)
+
+    @property
     def best(self) -> Gain:
         """The settings to use: those given, unless others are faster by more than noise and their slowest step is no
         slower.
 
         Arrival order, if nothing tried is faster than it by more than noise.
         """
-        slowest = float(self.after.simulated.steps.max() / self.before.simulated.steps.max())
-        fullest = _fullest(self.after.simulated)
-        as_set = Gain("as set", self.config, None, self.speedup, self.equal_work_speedup, slowest, fullest)
+        as_set = self._as_set
         plain = Gain("arrival order", arrival_order(self.config), None, 1.0, 1.0, 1.0)
         if self.speedup < 1 + NOISE:
             worth = [gain for gain in self._alike if gain.by_token >= 1 + NOISE]
             return max(worth, key=lambda gain: gain.by_token, default=plain)
         enough = self.speedup * (1 + NOISE)
-        gains = [gain for gain in self._alike if gain.by_token > enough and gain.slowest <= slowest]
+        gains = [gain for gain in self._alike if gain.by_token > enough and gain.slowest <= as_set.slowest]
         return max(gains, key=lambda gain: gain.by_token, default=as_set)
 
     @property
@@ -193,34 +217,26 @@ class Analysis:
         return first if first.tokens_per_second > enough or not self.fits else None
 
     @property
-    def steadier_found(self) -> Found | None:
-        """Of what the search found, and the job as given, the fastest with steady steps beside the job's that is nearly
-        as fast as `found`, if that has none."""
-        if self.found is None or self.searched is None or (start := self.searched.given) is None:
-            return None
-        steady = STEADY * start.slowest
-        if self.found.slowest <= steady:
-            return None
-        floor = KEPT * self.found.tokens_per_second
-        pool = (*self.searched.best, start)
-        return next((one for one in pool if one.slowest <= steady and one.tokens_per_second >= floor), None)
+    def recommended(self) -> Choice:
+        return self._choice(self.best if self.found is None else self.found)
 
     @property
-    def steadier(self) -> Gain | None:
-        """Settings with steadier steps that are nearly as fast and beat arrival order, if those of `best` are not
-        steady.
+    def steadier(self) -> Choice | None:
+        """Of all settings that were tried and beat arrival order, those with the shortest slowest step, if they are
+        steadier than the recommended ones."""
+        now = self.recommended
+        finds = () if self.searched is None else self.searched.best
+        floor = max(1 + NOISE, SPEED_SHARE * now.by_token)
+        choices = [*map(self._choice, (*self._alike, self._as_set)), *map(self._choice, finds)]
+        steadier = [one for one in choices if one.by_token >= floor and one.slowest <= STEADIER * now.slowest]
+        return min(steadier, key=lambda one: (one.slowest, -one.by_token), default=None)
 
-        Of several the steadiest, of these the most gain at equal work, because some cut documents.
-        """
-        now, floor = self.best.uneven, max(1 + NOISE, KEPT * self.best.by_token)
-        steadier = [
-            gain
-            for gain in self._alike
-            if gain.by_token >= floor
-            and sum(gain.uneven) <= STEADIER * sum(now)
-            and all(map(float.__le__, gain.uneven, now))
-        ]
-        return min(steadier, key=lambda gain: (sum(gain.uneven), -gain.equal_work), default=None)
+    def _choice(self, one: Gain | Found) -> Choice:
+        arrival = self.before.simulated
+        if isinstance(one, Gain):
+            return Choice(flags_of(one.config), one.by_token, one.slowest)
+        by_token = one.tokens_per_second * arrival.ns_per_token / 1e9
+        return Choice(one.flags, by_token, one.slowest * 1e6 / float(arrival.steps.max()))
 
 
 def analyze(
@@ -251,9 +267,6 @@ def analyze(
         runs.begin(settings)
         searches = kind != "none" and weights is None and config.cp_mode == "fixed"
         first = outcome_of(job, before)
-        recomputed = (
-            (None, None) if weights else (by_recomputation(job, before), by_recomputation(job, after))
-        )
         analysis = Analysis(
             lengths=lengths,
             config=config,
@@ -269,11 +282,8 @@ def analyze(
             memory=fits(job.gpu, in_chunks=chunked),
             fullest=job.fullest(after),
             weights_problem=weights,
-            runs=(before, after),
-            recomputed=recomputed,
             searched=search(request, after, kind, submit, tick) if searches else None,
             gains=_gains(settings, runs, first),  # after the search, beside which they go on
-            trade=_trade(config, job, runs, first, after),
         )
     if analysis.searched is None:
         return analysis
@@ -339,25 +349,23 @@ class _Runs:
         self, lengths: Lengths, job: Job, progress: Callable[[], None], submit: Callable[..., Any]
     ) -> None:
         self._lengths, self._job, self._progress, self._submit = lengths, job, progress, submit
-        self._planned: dict[WlbConfig, Run] = {}
         self._done: dict[WlbConfig, Run] = {}
         self._begun: dict[WlbConfig, Future[dict[WlbConfig, Outcome]]] = {}
 
     def begin(self, settings: Variants, unless: Sequence[WlbConfig] = ()) -> None:
         """Begins those whose plans are not known here. unless: those that are to be planned here."""
-        plans = {*self._planned, *map(_plans, unless)}
+        plans = {*map(_plans, (*self._done, *unless))}
         for _, pair in settings:
             if todo := [one for one in pair if _plans(one) not in plans and one not in self._begun]:
                 self._begun |= dict.fromkeys(todo, self._submit(_outcomes, todo))
 
     def of(self, config: WlbConfig) -> Run:
         if config not in self._done:
-            plans = _plans(config)
-            if plans in self._planned:
-                self._done[config] = self._job.cut(self._planned[plans], config)
+            planned = (run for one, run in self._done.items() if _plans(one) == _plans(config))
+            if (run := next(planned, None)) is not None:
+                self._done[config] = self._job.cut(run, config)
             else:
-                run = self._job.run(self._lengths, config, self._progress)
-                self._done[config] = self._planned[plans] = run
+                self._done[config] = self._job.run(self._lengths, config, self._progress)
         return self._done[config]
 
     def outcome(self, config: WlbConfig) -> Outcome:
@@ -370,7 +378,6 @@ class _Runs:
     def same(self, config: WlbConfig, run: Run) -> None:
         """Takes this run for the settings, which have the same plans."""
         self._done.setdefault(config, run)
-        self._planned.setdefault(_plans(config), run)
 
 
 def _outcomes(shared: tuple[Lengths, Candidate], settings: list[WlbConfig]) -> dict[WlbConfig, Outcome]:
@@ -400,31 +407,6 @@ def _gains(settings: Variants, runs: _Runs, first: Outcome) -> tuple[Gain, ...]:
         with suppress(WlbError):
             gains.append(gain(name, *pair))
     return tuple(gains)
-
-
-def _trade(config: WlbConfig, job: Job, runs: _Runs, first: Outcome, after: Run) -> Trade | None:
-    """None where `auto` had no choice, or took the faster one."""
-    fixed = config.chunks == "auto" and not config.fixed_windows and config.cp_mode == "fixed"
-    chunked = isinstance(after.planner.packer, ChunkPacker)
-    if (
-        not fixed
-        or job.model.layout.pipeline == 1
-        or (not chunked and (config.max_delay or job.no_chunks(config)))
-    ):
-        return None
-    overlong = config.overlong.replace("chunk", "split")
-    opposite = replace(config, chunks="off" if chunked else "on", overlong=overlong)
-    try:
-        other = runs.outcome(opposite)
-    except WlbError:
-        return None
-
-    def figures(times: Simulated) -> tuple[float, float, float]:
-        speed = first.times.ns_per_token / times.ns_per_token
-        return speed, float(times.steps.max()) / 1e6, _fullest(times)
-
-    choice, rival, flag = figures(after.simulated), figures(other.times), f"--wlb-chunks {opposite.chunks}"
-    return Trade(choice, rival, flag) if rival[0] > choice[0] * (1 + NOISE) else None
 
 
 def _faster_experts(job: Job, run: Run) -> list[str]:

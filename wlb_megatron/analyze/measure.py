@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,32 +10,24 @@ import numpy.typing as npt
 
 from wlb_megatron.pipeline.orders import documents_in_chunks
 from wlb_megatron.plan import IterationPlan
-from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.simulator.iteration import Orders, Simulated
 from wlb_megatron.simulator.job import Job, Run
-from wlb_megatron.workload.cost_model import UNITS_PER_TOKEN, CostModel
+from wlb_megatron.workload.cost_model import UNITS_PER_TOKEN
 from wlb_megatron.workload.model import Layout
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Mean, 95th percentile and largest of some figure."""
+    """Mean and largest of some figure."""
 
     mean: float
-    p95: float
     max: float
 
 
-def spread(values: npt.ArrayLike, weights: npt.ArrayLike | None = None) -> Spread:
-    """Spread of values, each counted `weights` times: values [0, 5], weights [96, 4] give 0.2, 0, 5."""
+def spread(values: npt.ArrayLike, weights: list[int] | None = None) -> Spread:
+    """Spread of values, each counted `weights` times: values [0, 5], weights [96, 4] give 0.2 and 5."""
     v = np.asarray(values, dtype=np.float64)
-    w = np.ones_like(v) if weights is None else np.asarray(weights, dtype=np.float64)
-    if not w.sum():
-        return Spread(0.0, 0.0, 0.0)
-    order = np.argsort(v, kind="stable")
-    reached = np.cumsum(w[order])
-    p95 = v[order][np.searchsorted(reached, 0.95 * reached[-1])]
-    return Spread(float((v * w).sum() / w.sum()), float(p95), float(v[w > 0].max()))
+    return Spread(float(np.average(v, weights=weights)), float(v.max())) if v.size else Spread(0.0, 0.0)
 
 
 @dataclass
@@ -45,22 +36,20 @@ class Measured:
 
     * simulated: times of the same iterations.
     * work: [iteration] float[micro-batch, dp], by the cost model (tokens of linear work).
-    * cp_imbalance: max/mean over a micro-batch's ranks; empty with dynamic groups.
     * delays: tokens by iterations of delay.
-    * lengths: tokens of each micro-batch without padding. documents: its pieces.
+    * lengths: tokens of each micro-batch without padding.
     * totals: tokens of each iteration over all data-parallel ranks, without padding. long_tokens: those of documents
       (or pieces that train as one) above half a window.
     * chunked: [iteration][dp] the document of which each micro-batch has a chunk, or -1.
     * orders: [iteration][dp] sizes of the groups whose backwards run last first.
     """
 
+    run: Run
     simulated: Simulated
     layout: Layout
     window: int
     work: list[npt.NDArray[np.float64]] = field(default_factory=list)
-    cp_imbalance: list[float] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
-    documents: list[int] = field(default_factory=list)
     totals: list[int] = field(default_factory=list)
     long_tokens: list[int] = field(default_factory=list)
     padding: int = 0
@@ -134,9 +123,9 @@ def waiting(simulated: Simulated, layout: Layout) -> dict[str, float]:
 
 def measure(job: Job, run: Run) -> Measured:
     """Gather the figures of a run's timed iterations."""
-    cost, unit = job.cost(run.config), job.longest(run.config)  # tokens at which documents were split
+    unit = job.longest(run.config)  # tokens at which documents were split
     orders = () if run.shards is None else job.orders(run.timed_plans)
-    record = Measured(run.simulated, job.model.layout, job.window, orders=orders)
+    record = Measured(run, run.simulated, job.model.layout, job.window, orders=orders)
     entered: dict[tuple[int, int, int], int] = {}
     for place, plan in enumerate(run.plans, -job.warm_up):
         for piece in plan.arrived:
@@ -149,40 +138,21 @@ def measure(job: Job, run: Run) -> Measured:
         queue = {(p.epoch, p.document, p.start // unit): None for p in plan.waiting}
         entered = {key: entered[key] for key in queue}
         if place >= 0:
-            _add(record, plan, None if run.shards is None else run.shards[place], cost)
+            _add(record, plan)
     record.padding = int(run.simulated.tokens.sum()) - record.tokens
     return record
 
 
-def _add(
-    record: Measured, plan: IterationPlan, rows: Sequence[Sequence[ShardPlan]] | None, cost: CostModel
-) -> None:
+def _add(record: Measured, plan: IterationPlan) -> None:
     grid = [micro_batch for row in plan.micro_batches for micro_batch in row]
     work = np.array([[m.work for m in row] for row in plan.micro_batches], dtype=np.float64)
     record.work.append(work / UNITS_PER_TOKEN)
-    if rows is not None:
-        shares = np.array([rank_work(shard, cost) for row in rows for shard in row])
-        record.cp_imbalance += (shares.max(axis=1) / shares.mean(axis=1)).tolist()
     record.lengths += [micro_batch.tokens for micro_batch in grid]
     record.totals.append(sum(micro_batch.tokens for micro_batch in grid))
     counts: Counter[tuple[int, int, int]] = Counter()  # pieces of a document that train as one: its chunks
     for piece in (piece for micro_batch in grid for piece in micro_batch.pieces):
         counts[piece.epoch, piece.document, piece.start - piece.prefix] += piece.tokens
     record.long_tokens.append(sum(n for n in counts.values() if 2 * n > record.window))
-    record.documents += [len(micro_batch.pieces) for micro_batch in grid]
     record.chunked.append(
         [documents_in_chunks([m.pieces for m in column]) for column in zip(*plan.micro_batches, strict=True)]
     )
-
-
-def rank_work(plan: ShardPlan, cost: CostModel) -> list[float]:
-    """Work of each context-parallel rank (tokens of linear work): its tokens, its queries' keys, its segments.
-
-    Queries [s, e) of a document see (e*e - s*s)/2 keys, so a whole document of d tokens costs d + d*d/quadratic_at.
-    """
-    shares = []
-    for rows in plan.ranks:
-        start, end = rows[:, 1].astype(np.float64), rows[:, 2].astype(np.float64)
-        attention = (end * end - start * start).sum() / cost.quadratic_at
-        shares.append(float((end - start).sum() + attention + cost.per_document * len(rows)))
-    return shares

@@ -6,8 +6,7 @@ from dataclasses import asdict
 from textwrap import wrap
 from typing import Any
 
-from wlb_megatron.analyze.comparison import KEPT, NOISE, STEADY, Analysis, Gain, Trade
-from wlb_megatron.analyze.fits import Recomputed
+from wlb_megatron.analyze.comparison import NOISE, STEADY, Analysis, Gain
 from wlb_megatron.analyze.measure import Measured, spread, waiting
 from wlb_megatron.analyze.search import Found, Searched
 from wlb_megatron.arguments import flags_of, renamed
@@ -18,6 +17,7 @@ from wlb_megatron.workload.memory import GIB
 
 def as_json(analysis: Analysis) -> dict[str, Any]:
     lengths, layout, job = analysis.lengths, analysis.job.model.layout, analysis.job
+    before, after = (name for name, _ in analysis.measured)
     runs = analysis.weights_problem is None
     choice, steadier = (analysis.best, analysis.steadier) if runs else (None, None)
     return {
@@ -36,10 +36,8 @@ def as_json(analysis: Analysis) -> dict[str, Any]:
         "memory_gib": analysis.fullest and analysis.fullest[0] / GIB,
         "said": list(analysis.messages),
         "results": {
-            key: {"packing": name, **figures(record, equal_weights=equal)}
-            for key, equal, (name, record) in zip(
-                *(("before", "after"), (False, analysis.equal_weights), analysis.measured), strict=True
-            )
+            "before": {"packing": before, **figures(analysis.before, equal_weights=False)},
+            "after": {"packing": after, **figures(analysis.after, equal_weights=analysis.equal_weights)},
         },
         "predicted_speedup": analysis.speedup,
         "equal_work_speedup": analysis.equal_work_speedup,
@@ -50,19 +48,13 @@ def as_json(analysis: Analysis) -> dict[str, Any]:
         "kernel_table": job.model.measured.device,
         "profile": None if job.profile is None else job.profile.describe(),
         "assumptions": asdict(job.model.assumptions),
-        "trade": analysis.trade and asdict(analysis.trade),
         "gains": [_gain(gain) for gain in analysis.gains],
-        "above_spread": analysis.runs[1].planner.above_spread,
+        "above_spread": analysis.after.run.planner.above_spread,
         "fits": analysis.memory._asdict(),
         "weights_problem": analysis.weights_problem and renamed(analysis.weights_problem),
         "recommended": choice and _gain(choice),
-        "flags": analysis.found.flags if analysis.found else choice and flags_of(choice.config),
-        "steadier": steadier and _gain(steadier),
-        "steadier_flags": steadier and flags_of(steadier.config),
-        "recomputation": {
-            key: recomputed and asdict(recomputed)
-            for key, recomputed in zip(("before", "after"), analysis.recomputed, strict=True)
-        },
+        "flags": analysis.recommended.flags if runs else None,
+        "steadier": steadier and steadier._asdict(),
         "search": None if analysis.searched is None else _search(analysis.searched),
     }
 
@@ -106,12 +98,10 @@ def figures(record: Measured, *, equal_weights: bool = False) -> dict[str, Any]:
         "iterations": len(record.work),
         "tokens": tokens,
         "imbalance": asdict(record.imbalance),
-        "cp_imbalance": asdict(spread(record.cp_imbalance)),
         "token_delay": asdict(record.token_delay),
         "long_documents_weight": 1.0 if equal_weights else record.long_weight,
         "step_ms": asdict(spread(record.steps)),
         "tokens_per_second": 1e9 / record.simulated.ns_per_token,
-        "time_imbalance": record.simulated.imbalance,
         "step_over_ideal": record.simulated.step_over_ideal,
         "waiting": waiting(record.simulated, record.layout),
         "micro_batches": asdict(spread([len(times) for times in record.simulated.micro_batches])),
@@ -119,7 +109,6 @@ def figures(record: Measured, *, equal_weights: bool = False) -> dict[str, Any]:
         "batch_spread": dict(zip(("deviation", "max"), record.batch_spread, strict=True)),
         "micro_batch_tokens": asdict(spread(record.lengths)),
         "documents_in_chunks": asdict(record.documents_in_chunks),
-        "micro_batch_documents": asdict(spread(record.documents)),
         "padding_share": record.padding / (tokens + record.padding),
     }
 
@@ -177,7 +166,6 @@ def print_analysis(analysis: Analysis) -> None:
         )
     if report["above_spread"]:
         print(f"steps above --batch-spread, warm-up included: {report['above_spread']}")
-    _print_recomputed(*analysis.recomputed)
     for line in _weights(analysis):
         print(line)
     if analysis.searched is not None:
@@ -185,27 +173,6 @@ def print_analysis(analysis: Analysis) -> None:
         print()
     for line in _ending(analysis):
         print(line)
-
-
-def _print_recomputed(before: Recomputed | None, after: Recomputed | None) -> None:
-    if before is None or after is None:
-        return
-
-    def cell(speed: float | None, block: int | None = None) -> str:
-        if speed is None:
-            return "does not fit"
-        return f"{speed:,.0f}" + ("" if block is None else f" ({block} of a chunk)")
-
-    print_table(
-        "recomputation (tokens a second)",
-        ["", "arrival order", "as set"],
-        [
-            ["all layers", cell(before.full), cell(after.full)],
-            ["the same layers in each step (block)", *(cell(r.static, r.block) for r in (before, after))],
-            ["planned by step (--wlb-recompute auto)", cell(before.planned), cell(after.planned)],
-            ["no layers", cell(before.none), cell(after.none)],
-        ],
-    )
 
 
 def _print_search(searched: Searched) -> None:
@@ -250,7 +217,8 @@ def _job_lines(analysis: Analysis, report: dict[str, Any]) -> list[str]:
         f"{report['documents']:,} documents, {report['tokens']:,} tokens; "
         f"{report['empty_documents']:,} empty (left out), "
         f"{report['overlong_documents']:,} above the window ({analysis.config.overlong})",
-        f"{layout.gpus} GPUs: TP {layout.tensor}, CP {layout.context}, PP {layout.pipeline}, DP {layout.data}; "
+        f"{layout.gpus} GPU{'s' * (layout.gpus > 1)}: TP {layout.tensor}, CP {layout.context}, PP {layout.pipeline}, "
+        f"DP {layout.data}; "
         f"{analysis.job.micro_batches} windows of {analysis.job.window:,} per data-parallel rank and step{windows}",
         f"model of {shape.layers} layers of {shape.hidden}, {model.parameters / 1e9:,.1f}B parameters{note}; "
         f"work = d + d*d/{report['quadratic_at']:,.0f}",
@@ -291,7 +259,7 @@ def _memory_lines(analysis: Analysis) -> list[str]:
             "(--expert-imbalance)"
         )
     total, weights = (size / GIB for size in analysis.fullest)
-    note = "; steps keep what fits" if analysis.runs[1].kept is not None else ""
+    note = "; steps keep what fits" if analysis.after.run.kept is not None else ""
     parts = f"{weights:.1f} of weights and optimizer, {total - weights:.1f} of activations"
     return [*lines, f"fullest GPU: {total:.1f} GiB at most ({parts}{note})"]
 
@@ -309,7 +277,6 @@ def _verdict(analysis: Analysis) -> list[str]:
         f"of a perfectly balanced plan of the same documents: {analysis.bound:.3f} by token",
         f"over Megatron without a document mask, which attends over whole windows: {ratio:.3f} by token",
     ]
-    lines += _trade_lines(analysis.trade)
     gain = analysis.best
     if gain.config is analysis.config or analysis.weights_problem is not None:
         return lines
@@ -320,63 +287,20 @@ def _verdict(analysis: Analysis) -> list[str]:
             f"not worth it: nothing tried is predicted to gain {noise} over arrival order by token",
         ]
     condition = "" if gain.alone is None else ", with all parts above it in the last table"
-    return [*lines, f"better: {gain.name}{condition}: {_gains_of(gain)}"]
-
-
-def _trade_lines(trade: Trade | None) -> list[str]:
-    """Why the choice of chunks is not the faster one by token."""
-    if trade is None:
-        return []
-    (speed, slowest, spread_), (other_speed, other_slowest, other_spread) = trade.chosen, trade.other
-    return [
-        f"{trade.flag} is faster by token: {other_speed:.3f}, not {speed:.3f}. The trade: a slowest step of "
-        f"{other_slowest / 1000:,.1f} s, not {slowest / 1000:,.1f},",
-        f"and {other_spread:.2f} times the mean of tokens in the fullest step, not {spread_:.2f}",
-    ]
-
-
-def _gains_of(gain: Gain) -> str:
-    return f"{gain.by_token:.3f} by token, {gain.equal_work:.3f} at equal work"
+    speeds = f"{gain.by_token:.3f} by token, {gain.equal_work:.3f} at equal work"
+    return [*lines, f"better: {gain.name}{condition}: {speeds}"]
 
 
 def _steadier(analysis: Analysis) -> list[str]:
-    """What to choose where steps must be alike."""
-    start = None if analysis.searched is None else analysis.searched.given
-    first = analysis.found
-    if first is not None and start is not None and first.slowest > STEADY * start.slowest:
-        setting = analysis.steadier_found
-        if setting is None:
-            return ["steadier: none found by the search"]
-        return [f"steadier: {setting.flags or 'the job as given'} ({_beside(setting, analysis)})"]
-    gain, steadier = analysis.best, analysis.steadier
-    if first is not None:  # those settings are recommended, not `gain`
-        arrival = analysis.before.simulated
-        arrival_slowest = float(arrival.steps.max() / 1e6)
-        if first.slowest <= STEADY * arrival_slowest:
-            return []
-        rival, now = steadier or gain, first.slowest / arrival_slowest
-        floor = KEPT * first.tokens_per_second * arrival.ns_per_token / 1e9
-        if rival.by_token < floor or rival.slowest >= now:
-            return ["steadier: none found"]
-        return [
-            f"steadier: {rival.name}: {_gains_of(rival)}, slowest step {rival.slowest:.2f} x arrival order's, not "
-            f"{now:.2f} x",
-            f"flags, steadier: {flags_of(rival.config) or 'none, the defaults do this'}",
-        ]
+    """What to choose if steps must be alike; nothing if those of the recommended settings are."""
+    now, steadier = analysis.recommended, analysis.steadier
+    if now.slowest <= STEADY:
+        return []
     if steadier is None:
-        if gain.uneven == (STEADY, STEADY):
-            return []
-        result = (
-            "none found" if analysis.gains else "not looked for; wlb-megatron analyze without --no-split does"
-        )
-        return [
-            f"steadier: {result}; the slowest step is {gain.slowest:.2f} x arrival order's, the fullest has "
-            f"{gain.fullest:.2f} x the mean's tokens"
-        ]
+        return [f"steadier: none found; the slowest step takes {now.slowest:.2f} x arrival order's"]
     return [
-        f"steadier: {steadier.name}: {_gains_of(steadier)}, slowest step {steadier.slowest:.2f} x, not "
-        f"{gain.slowest:.2f} x, fullest {steadier.fullest:.2f}, not {gain.fullest:.2f}",
-        f"flags, steadier: {flags_of(steadier.config) or 'none, the defaults do this'}",
+        f"steadier: {steadier.flags or 'the defaults'} ({steadier.by_token / now.by_token:.2f} x as fast, slowest step "
+        f"{steadier.slowest:.2f} x arrival order's, not {now.slowest:.2f} x)"
     ]
 
 
@@ -424,9 +348,7 @@ def _ending(analysis: Analysis) -> list[str]:
         flags = f"{first.flags} ({place}; your other flags stay)"
     else:
         flags = flags_of(analysis.best.config) or "none, the defaults do this"
-    if analysis.gains or analysis.searched is not None:  # else nothing was compared with the job as set
-        lines.append(f"{ready}: {flags}")
-    return [*lines, *_steadier(analysis)]
+    return [*lines, f"{ready}: {flags}", *_steadier(analysis)]
 
 
 def _uneven(analysis: Analysis, threshold: float = 0.005) -> bool:
@@ -456,12 +378,6 @@ def _share(key: str) -> Any:
 
 
 def _gain_row(gain: Gain) -> list[str]:
-    speedup = "" if gain.alone is None else f"{gain.alone:.3f}"
-    return [
-        gain.name,
-        speedup,
-        f"{gain.by_token:.3f}",
-        f"{gain.equal_work:.3f}",
-        f"{gain.slowest:.2f} x",
-        f"{gain.fullest:.2f}",
-    ]
+    alone = "" if gain.alone is None else f"{gain.alone:.3f}"
+    speedups = [alone, f"{gain.by_token:.3f}", f"{gain.equal_work:.3f}"]
+    return [gain.name, *speedups, f"{gain.slowest:.2f} x", f"{gain.fullest:.2f}"]

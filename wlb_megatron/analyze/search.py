@@ -220,9 +220,8 @@ def micro_batch_counts(candidate: Candidate) -> list[Candidate]:
     return [replace(candidate, config=replace(config, micro_batches_per_window=count)) for count in counts]
 
 
-def with_recompute(job: Job, kind: str, block: int | None = None) -> Job:
-    """block: layers of a model chunk that are recomputed; None: all."""
-    return replace(job, model=replace(job.model, recompute=kind, recompute_layers=1, recompute_blocks=block))
+def with_recompute(job: Job, kind: str) -> Job:
+    return replace(job, model=replace(job.model, recompute=kind, recompute_layers=1, recompute_blocks=None))
 
 
 def chunk_choices(config: WlbConfig) -> list[WlbConfig]:

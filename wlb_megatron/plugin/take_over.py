@@ -234,8 +234,11 @@ def _set(args: Any, name: str, value: Any, why: str) -> None:
 
 
 def check_outputs(config: WlbConfig) -> None:
-    """Refuse a --wlb-log or --wlb-trace that the last rank, which writes them, cannot write. Leaves no file behind."""
-    if int(os.environ.get("RANK", "0")) != int(os.environ.get("WORLD_SIZE", "1")) - 1:
+    """Refuse a --wlb-log or --wlb-trace that the last rank, which writes them, cannot write. Leaves no file behind.
+
+    A dry run checks them on its machine."""
+    last = int(os.environ.get("RANK", "0")) == int(os.environ.get("WORLD_SIZE", "1")) - 1
+    if not last and not config.dry_run:
         return
     for flag, name, probe in (("--wlb-log", config.log, _appended), ("--wlb-trace", config.trace, _replaced)):
         try:

@@ -168,47 +168,49 @@ def _legend(plan: Drawn) -> list[str]:
 
 def chrome_trace(
     groups: Sequence[Sequence[Event]],
-    *,
-    name: str = "simulated",
-    thread: Callable[[int], str] = "stage {}".format,
-    documents: Sequence[Sequence[int]] | None = None,
+    documents: Sequence[Sequence[int]],
+    thread: Callable[[int], str],
 ) -> dict[str, Any]:
     """Trace Event Format, JSON-able.
 
-    groups: each data-parallel rank's events, a process each; stages are threads. Times are nanoseconds. thread: returns
-    the name of a stage's row. documents: by rank, the document that each micro-batch has a chunk of, or -1. These carry
-    a letter for the document in their names, by which viewers choose a color: "F3 (B)"; "legend" names the documents.
+    Micro-batches with a chunk of a document carry a letter for it in their names, by which viewers choose a color:
+    "F3 (B)"; "legend" names the documents.
+
+    Args:
+        groups: each data-parallel rank's measured events (nanoseconds), a process each; stages are threads.
+        documents: by rank, the document that each micro-batch has a chunk of, or -1.
+        thread: returns the name of a stage's row.
     """
     events: list[dict[str, Any]] = []
     legend: dict[str, str] = {}
     for rank, group in enumerate(groups):
-        numbered = enumerate(documents[rank] if documents else ())
-        chunks_of = {micro_batch: document for micro_batch, document in numbered if document >= 0}
-        in_chunks = dict.fromkeys(chunks_of.values())
+        chunks_of = dict(enumerate(documents[rank]))
+        in_chunks = [document for document in dict.fromkeys(documents[rank]) if document >= 0]
         letters = {document: letter(number) for number, document in enumerate(in_chunks)}
-        labels = {micro_batch: f" ({letters[document]})" for micro_batch, document in chunks_of.items()}
-        marks = {micro_batch: {"document_in_chunks": document} for micro_batch, document in chunks_of.items()}
         legend |= {f"data-parallel rank {rank}, ({x})": f"document {d} in chunks" for d, x in letters.items()}
-        events.append(_named("process_name", rank, 0, f"data-parallel rank {rank} ({name})"))
+        events.append(_named("process_name", rank, 0, f"data-parallel rank {rank} (measured)"))
         for stage in sorted({event.stage for event in group}):
             events.append(_named("thread_name", rank, stage, thread(stage)))
-        events += [
-            {
-                "name": f"{'B' if event.backward else 'F'}{event.micro_batch}"
-                + (f".{event.chunk}" if event.chunk else "")
-                + labels.get(event.micro_batch, ""),
-                "cat": "backward" if event.backward else "forward",
-                "ph": "X",
-                "ts": event.start / 1000,
-                "dur": (event.end - event.start) / 1000,
-                "pid": rank,
-                "tid": event.stage,
-                "args": {"micro_batch": event.micro_batch, "chunk": event.chunk}
-                | marks.get(event.micro_batch, {}),
-            }
-            for event in group
-        ]
-    other_data = {"source": name} | ({"legend": legend} if legend else {})
+        for event in group:
+            name = f"{'B' if event.backward else 'F'}{event.micro_batch}"
+            name += f".{event.chunk}" if event.chunk else ""
+            arguments = {"micro_batch": event.micro_batch, "chunk": event.chunk}
+            if (document := chunks_of.get(event.micro_batch, -1)) >= 0:
+                name += f" ({letters[document]})"
+                arguments["document_in_chunks"] = document
+            events.append(
+                {
+                    "name": name,
+                    "cat": "backward" if event.backward else "forward",
+                    "ph": "X",
+                    "ts": event.start / 1000,
+                    "dur": (event.end - event.start) / 1000,
+                    "pid": rank,
+                    "tid": event.stage,
+                    "args": arguments,
+                }
+            )
+    other_data = {"source": "measured"} | ({"legend": legend} if legend else {})
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other_data}
 
 

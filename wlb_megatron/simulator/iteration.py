@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wlb_megatron.pipeline.orders import backward_turns, waits_of
-from wlb_megatron.pipeline.schedule import Event, Launches, pipeline_ends, pipeline_events
+from wlb_megatron.pipeline.schedule import Launches, pipeline_ends
 from wlb_megatron.plan import IterationPlan
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.simulator.model import LayerModel, Times
@@ -153,36 +153,6 @@ def perfectly_balanced(
         return run_steps(rank_tokens, model.attention_ways(each), model, recomputed=repeats)
 
     return by_count([len(plan.micro_batches) for plan in plans], several)
-
-
-def group_events(
-    shards: Shards,
-    model: LayerModel,
-    *,
-    orders: Orders | None = None,
-    recomputed: Recomputed | None = None,
-) -> list[list[Event]]:
-    """Events (nanoseconds) of the first iteration's pipelines, one list for each data-parallel rank."""
-    tokens, attention, cuts = _measure(shards[:1], model)
-    grouped = _grouped(tokens, None if orders is None else orders[0])
-    repeats = recomputed_by_flags(tokens, model) if recomputed is None else recomputed[0][None]
-    forward, backward = _stages(
-        _device(tokens, attention, model), _ends(tokens, model, grouped), repeats, model
-    )
-    launches = _launches(cuts, grouped, repeats, model)
-    layout, transfer = model.layout, _transfer(tokens, model)
-    return [
-        pipeline_events(
-            forward[rank],
-            backward[rank],
-            layout.pipeline,
-            transfer=float(transfer[0]),
-            blocking=layout.virtual == 1,
-            groups=None if orders is None else orders[0][rank],
-            launches=Launches(launches.forward[rank], launches.backward[rank]),
-        )
-        for rank in range(layout.data)
-    ]
 
 
 def _measure(shards: Shards, model: LayerModel) -> tuple[npt.NDArray[np.int64], Times, BoolArray]:

@@ -57,7 +57,6 @@ def analyzed(name: str, folder: Path) -> dict[str, object]:
         "best_slowest_ms": round(best["slowest_ms"]),
         "best_flags": best["flags"] or "as given",
         "why": best["why"],
-        "trade": "" if shown["trade"] is None else shown["trade"]["flag"],
     }
 
 

@@ -235,12 +235,8 @@ def _write(job: TrainingJob, path: Path, ranks: list[IntArray]) -> None:
     def named(row: int) -> str:
         return f"stage {row // (cp * tp)}, context rank {row // tp % cp}, tensor rank {row % tp}"
 
-    trace = chrome_trace(
-        [groups[data] for data in sorted(groups)],
-        name="measured",
-        thread=named,
-        documents=[documents[data] for data in sorted(groups)],
-    )
+    replicas = sorted(groups)
+    trace = chrome_trace([groups[data] for data in replicas], [documents[data] for data in replicas], named)
     write_whole(path, json.dumps(trace) + "\n", "--wlb-trace")
     print(
         f"> wlb_megatron: iteration {job.config.trace_iteration} is traced in {path}: open it in ui.perfetto.dev",

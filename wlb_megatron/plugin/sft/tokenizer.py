@@ -169,8 +169,8 @@ def _load(tokenizing: Tokenizing) -> Any:
         raise
     except NotImplementedError:
         raise WlbError(
-            f"this Megatron does not know the prompt format {tokenizing.prompt_format!r}: correct "
-            "--sft-tokenizer-prompt-format"
+            f"this Megatron does not know the prompt format {tokenizing.prompt_format!r}: give "
+            "--sft-tokenizer-prompt-format default, identity, nemotron-nano-v2 or nemotron-h-aligned"
         ) from None
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
