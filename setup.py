@@ -39,7 +39,6 @@ setup(
         "cpu": MEGATRON + PROGRESS + PICTURES + SFT,
         "gpu": MEGATRON + TRANSFORMER_ENGINE + PROGRESS,
         "fa4": FA4,
-        "profile": TORCH + TRANSFORMER_ENGINE + PROGRESS,
         "report": PROGRESS + PICTURES,
         "sft": SFT + PROGRESS,
         "solver": SOLVER,

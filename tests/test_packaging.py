@@ -66,7 +66,7 @@ def test_the_package_alone_asks_for_numpy_and_extras_for_the_rest(wheel):
     hooks = (ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8")
     (ruff,) = [line.split(";")[0].strip() for line in needed if line.startswith("ruff")]
     assert f"rev: v{ruff.removeprefix('ruff==')}\n" in hooks
-    assert {"cpu", "gpu", "fa4", "profile", "report"} <= set(metadata.get_all("Provides-Extra") or [])
+    assert {"cpu", "gpu", "fa4", "report"} <= set(metadata.get_all("Provides-Extra") or [])
     for line in needed:  # a release that nobody has tried is not taken
         assert "<" in line or "==" in line.split(";")[0] or 'extra == "dev"' in line, line
     pinned = [line.split(";")[0].strip().split("==") for line in needed if 'extra == "fa4"' in line]

@@ -245,6 +245,7 @@ def test_a_damaged_profile_is_told_in_one_line(tmp_path, profiled, change, messa
 def test_a_profile_of_another_model_is_refused_with_what_differs(tmp_path, profiled):
     write_profile(tmp_path / "p.json", profiled)
     profile: Profile = read_profile(tmp_path / "p.json")
-    profile.refuse_other({"hidden": 4096, "tp": 4})
+    profile.refuse_other(MODEL, 4)
+    profile.refuse_other(replace(MODEL, vocab=9), 4, any_vocabulary=True)
     with pytest.raises(WlbError, match="hidden 4096 there, 5120 here; tp 4 there, 8 here"):
-        profile.refuse_other({"hidden": 5120, "heads": 32, "tp": 8})
+        profile.refuse_other(replace(MODEL, hidden=5120), 8)

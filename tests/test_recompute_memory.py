@@ -413,13 +413,12 @@ def test_each_forward_has_its_own_number_and_the_flags_are_back_after_the_step(m
 # --- what both models know ---
 
 SHAPE = "hidden ffn layers heads kv_heads head_dim vocab gated projections delta_nets experts"
-LAYOUT = "tensor context pipeline data virtual distributed_optimizer"
+LAYOUT = """tensor context pipeline data virtual distributed_optimizer keep_keys recompute recompute_layers
+recompute_block"""
 BOTH = {
     # of the memory model: of the time model
     **{name: f"shape.{name}" for name in SHAPE.split()},
     **{name: f"layout.{name}" for name in LAYOUT.split()},
-    **{"keep_keys": "regather", "recompute": "recompute"},
-    **{"recompute_layers": "recompute_layers", "recompute_block": "recompute_blocks"},
 }
 MEMORY_ALONE = {
     "group": "an interleaved schedule takes stages of micro-batches at a time in both; more only holds more",

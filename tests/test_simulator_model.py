@@ -32,7 +32,7 @@ FREE = Assumptions(
 """Nothing but matrix products and attention takes time."""
 
 
-def _model(assumptions: Assumptions = FREE, **layout: int) -> LayerModel:
+def _model(assumptions: Assumptions = FREE, **layout: Any) -> LayerModel:
     made = Layout(distributed_optimizer=True, **layout)
     return LayerModel(shape=SMALL, layout=made, assumptions=assumptions)
 
@@ -104,8 +104,6 @@ def test_heads_are_divided_over_tensor_ranks_and_key_heads_at_least_one():
     assert _model(tensor=2).table.heads == 4 and _model(tensor=2).table.kv_heads == 1
     assert _model(tensor=4).table.heads == 2 and _model(tensor=4).table.kv_heads == 1
     assert LayerModel(shape=SMALL, layout=Layout(tensor=1)).table.head_dim == 128
-    with pytest.raises(ValueError, match="8 attention heads cannot be divided"):
-        _model(tensor=3)
     with pytest.raises(ValueError, match="8 layers are fewer"):
         _model(pipeline=3, virtual=3)
 
@@ -215,9 +213,9 @@ def test_cost_for_packing_weighs_attention_against_all_else():
 
 def test_plans_of_another_layout_are_refused():
     plan = shard([4096], 2, "per-document")
-    with pytest.raises(ValueError, match="plan for the layout that is simulated"):
+    with pytest.raises(ValueError, match="reshape"):
         simulate([[[plan]]], _model(context=1))
-    with pytest.raises(ValueError, match="plan for the layout that is simulated"):
+    with pytest.raises(ValueError, match="reshape"):
         simulate([[[plan]]], _model(context=2, data=2))
     with pytest.raises(ValueError, match="matmul_rate must be positive"):
         Assumptions(matmul_rate=0)
@@ -294,7 +292,7 @@ def test_a_step_in_groups_makes_its_losses_in_the_backward():
 
 def test_a_micro_batch_costs_the_same_in_planning_as_training_says():
     for recompute in ("none", "full"):
-        model = replace(_model(context=2, tensor=2), recompute=recompute)
+        model = _model(context=2, tensor=2, recompute=recompute)
         cost, parameters = model.cost(), SMALL.layer_parameters / 2
         token = (8 if recompute == "full" else 6) * parameters / 650e12 * 1e9
         assert cost.per_micro_batch == pytest.approx(2 * 600e3 / token)

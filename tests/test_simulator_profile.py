@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from test_profile_fit import GPU, LAYER, MODEL, OVERHEADS, made_samples, truth
 
+from scripts.reproduce.__main__ import calibrated
 from wlb_megatron.cli import main
 from wlb_megatron.sharding.cut import predict_all, shard
 from wlb_megatron.simulator.iteration import simulate
-from wlb_megatron.simulator.job_flags import calibrated
 from wlb_megatron.simulator.model import LayerModel
 from wlb_megatron.simulator.model_flags import profiled_shape
 from wlb_megatron.workload.assumptions import Assumptions
@@ -40,7 +40,7 @@ def profile(path):
     return read_profile(path)
 
 
-def modelled(profile: Profile, **layout: int) -> LayerModel:
+def modelled(profile: Profile, **layout: Any) -> LayerModel:
     return LayerModel(
         shape=profiled_shape(profile, 4),
         layout=Layout(tensor=4, distributed_optimizer=True, **layout),
@@ -65,8 +65,7 @@ def test_attention_goes_each_way_by_its_own_table(profile):
 
 def test_what_is_recomputed_runs_its_forward_again_in_backward(profile):
     plans = [shard([8192], 1, "adaptive")]
-    none = modelled(profile)
-    full, selective = (replace(none, recompute=how) for how in ("full", "selective"))
+    none, full, selective = (modelled(profile, recompute=how) for how in ("none", "full", "selective"))
     attention, linear = none.attention(plans), none.linear(8192)
     again = float(attention.forward[0, 0] + linear.forward)
 
@@ -75,26 +74,25 @@ def test_what_is_recomputed_runs_its_forward_again_in_backward(profile):
 
     assert busy(full) == pytest.approx(busy(none) + 4 * again)
     # --recompute-method block --recompute-num-layers 1, and more than the chunk has.
-    assert busy(replace(full, recompute_blocks=1)) == pytest.approx(busy(none) + again)
-    assert busy(replace(full, recompute_blocks=9)) == pytest.approx(busy(full))
+    one, nine = ({"recompute_block": True, "recompute_layers": layers} for layers in (1, 9))
+    assert busy(modelled(profile, recompute="full", **one)) == pytest.approx(busy(none) + again)
+    assert busy(modelled(profile, recompute="full", **nine)) == pytest.approx(busy(full))
     assert selective.linear(8192) == linear
     assert selective.attention(plans).backward == pytest.approx(attention.backward + attention.forward)
-    with pytest.raises(ValueError, match="unknown recompute"):
-        replace(none, recompute="some")
 
 
 def test_keys_that_travel_again_add_half_of_their_exchange_to_the_backward(profile):
     plans = [shard([8192], 2, "per-document")]
-    kept = modelled(profile, context=2)
-    kept = replace(kept, assumptions=replace(kept.assumptions, node=1, network_rate=1e8))
-    again = replace(kept, regather=True)
+    kept, again = (modelled(profile, context=2, keep_keys=keep) for keep in (True, False))
+    slow = replace(kept.assumptions, node=1, network_rate=1e8)
+    kept, again = (replace(model, assumptions=slow) for model in (kept, again))
     assert (again.attention(plans).forward == kept.attention(plans).forward).all()
     longer = {name: 1.5 * getattr(kept.table, name) for name in ("exchange", "exchange_row")}
     slower = replace(kept.table, **longer)
     more = predict_all(plans, slower) - predict_all(plans, kept.table)
     assert again.attention(plans).backward - kept.attention(plans).backward == pytest.approx(more)
     assert (more > 0).all()
-    one = replace(modelled(profile), regather=True)
+    one = modelled(profile, keep_keys=False)
     alone = [shard([8192], 1, "adaptive")]
     assert (one.attention(alone).backward == modelled(profile).attention(alone).backward).all()
 
@@ -132,7 +130,7 @@ def test_assumptions_calibrated_by_a_profile_give_its_layers_time(profile):
     both = sum(float(t) for t in assumed.linear(10000))
     assert both == pytest.approx(sum(LAYER) * 10000, rel=0.01)
     half_rate = pytest.approx(100e9, rel=0.01)  # half of a buffer passes each of two GPUs
-    assert assumptions.nvlink_rate == half_rate
+    assert assumptions.with_links(profile.costs).nvlink_rate == half_rate
     assert calibrated(Assumptions(matmul_rate=1e14), profile).matmul_rate == 1e14  # as the user gave it
 
 

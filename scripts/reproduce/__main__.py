@@ -9,6 +9,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from wlb_megatron.report.terminal import print_table, progress
 from wlb_megatron.simulator.job_flags import add_assumptions, read_assumptions
 from wlb_megatron.whole_files import of_this_process
 from wlb_megatron.workload.assumptions import Assumptions
+from wlb_megatron.workload.profile import Profile
 
 REPRODUCED = Assumptions(tp_exposed=0.0, host_launch=0.0)
 """With tensor parallelism's communication hidden, the imbalance of 7B-128K's micro-batches is about the paper's. Of its
@@ -80,6 +82,18 @@ def add_reproduce(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run_reproduce)
 
 
+def calibrated(assumptions: Assumptions, profile: Profile) -> Assumptions:
+    """With the rate of matrix products at which the model's arithmetic gives the profiled layer's time per token, with
+    element-wise kernels at their assumed rate. A rate that the user changed stays."""
+    model = profile.model
+    widths = assumptions.activation_passes * model.hidden + assumptions.ffn_passes * model.ffn
+    elements = 3 * 2 * widths / model.tp / assumptions.memory_rate * 1e9
+    products = sum(profile.costs.layer.slope()) - elements
+    if products <= 0 or assumptions.matmul_rate != Assumptions().matmul_rate:
+        return assumptions
+    return replace(assumptions, matmul_rate=3 * 2 * model.rank_parameters_passed / products * 1e9)
+
+
 def run_reproduce(args: argparse.Namespace) -> None:
     if args.out is None:
         raise WlbError("reproduce writes files: give --out DIR")
@@ -87,6 +101,8 @@ def run_reproduce(args: argparse.Namespace) -> None:
     _refuse_idle(args)
     read_per_window(args.micro_batches_per_window)
     assumptions, table, profile = read_assumptions(args)
+    if profile is not None:
+        assumptions = calibrated(assumptions, profile)
     inputs = Inputs(
         lengths=None if args.lengths is None else read_lengths(args.lengths),
         lengths_of=args.lengths_of,

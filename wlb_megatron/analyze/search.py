@@ -23,7 +23,7 @@ from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.limits import lmax as usual_lmax
 from wlb_megatron.simulator.iteration import Simulated
 from wlb_megatron.simulator.job import DEFAULT_GIB, Job, Run
-from wlb_megatron.simulator.model_flags import check_heads
+from wlb_megatron.simulator.model_flags import check_divisible
 from wlb_megatron.workload.model import Layout
 
 SHOWN = 5
@@ -205,8 +205,8 @@ def schedules(start: Candidate) -> list[Candidate]:
     candidates = []
     for count in sorted({layout.virtual, *divisors}):
         chunked = with_layout(job, replace(layout, virtual=count), job.micro_batches)
-        for kind in dict.fromkeys((job.model.recompute, "full", "none")):
-            variant = chunked if kind == job.model.recompute else with_recompute(chunked, kind)
+        for kind in dict.fromkeys((layout.recompute, "full", "none")):
+            variant = chunked if kind == layout.recompute else with_recompute(chunked, kind)
             candidates += [Candidate(variant, config) for config in chunk_choices(start.config)]
     return [candidate for candidate in candidates if candidate != start]
 
@@ -221,7 +221,8 @@ def micro_batch_counts(candidate: Candidate) -> list[Candidate]:
 
 
 def with_recompute(job: Job, kind: str) -> Job:
-    return replace(job, model=replace(job.model, recompute=kind, recompute_layers=1, recompute_blocks=None))
+    layout = replace(job.model.layout, recompute=kind, recompute_layers=1, recompute_block=False)
+    return replace(job, model=replace(job.model, layout=layout))
 
 
 def chunk_choices(config: WlbConfig) -> list[WlbConfig]:
@@ -261,18 +262,12 @@ def layouts(start: Candidate) -> Iterator[Candidate]:
 
 def _takes(job: Job) -> bool:
     """Whether Megatron divides the model and the window so."""
-    shape, layout, experts = job.model.shape, job.model.layout, job.model.shape.experts
+    layout = job.model.layout
     try:
-        check_heads(shape.heads, shape.kv_heads, tp=layout.tensor)
+        check_divisible(job.model.shape, layout)
     except WlbError:
         return False
-    divides = shape.layers % layout.pipeline == 0 and job.window % job.alignment == 0
-    if shape.kv_heads % layout.tensor and layout.tensor % shape.kv_heads:
-        return False
-    if experts is None:
-        return divides and shape.ffn % layout.tensor == 0
-    stage = layout.tensor * layout.context * layout.data
-    return divides and stage % (experts.parallel * experts.tensor) == 0
+    return job.model.layers % layout.pipeline == 0 and job.window % job.alignment == 0
 
 
 def _divisors(number: int) -> list[int]:
@@ -284,7 +279,7 @@ def changes(start: Candidate, end: Candidate) -> str:
     flags = []
     before, after = _megatron_flags(start.job), _megatron_flags(end.job)
     flags += [f"{flag} {value}" for flag, value in after.items() if before.get(flag) != value]
-    if before.keys() - after.keys() and end.job.model.recompute == "none":
+    if before.keys() - after.keys() and end.job.model.layout.recompute == "none":
         flags.append("(without --recompute-*)")
     flags_before, flags_after = flags_of(start.config).split(" --"), flags_of(end.config).split(" --")
     flags += [f"--{flag.removeprefix('--')}" for flag in flags_after if flag and flag not in flags_before]
@@ -297,19 +292,18 @@ def changes(start: Candidate, end: Candidate) -> str:
 
 
 def _megatron_flags(job: Job) -> dict[str, str]:
-    model, layout = job.model, job.model.layout
+    layout = job.model.layout
     flags = {
         "--tensor-model-parallel-size": str(layout.tensor),
         "--context-parallel-size": str(layout.context),
         "--pipeline-model-parallel-size": str(layout.pipeline),
         "--num-virtual-stages-per-pipeline-rank": str(layout.virtual),
     }
-    if model.recompute != "none":
-        flags["--recompute-granularity"] = model.recompute
-    if model.recompute == "full":
-        block = model.recompute_blocks
-        flags["--recompute-method"] = "uniform" if block is None else "block"
-        flags["--recompute-num-layers"] = str(block or model.recompute_layers)
+    if layout.recompute != "none":
+        flags["--recompute-granularity"] = layout.recompute
+    if layout.recompute == "full":
+        flags["--recompute-method"] = "block" if layout.recompute_block else "uniform"
+        flags["--recompute-num-layers"] = str(layout.recompute_layers)
     return flags
 
 

@@ -302,7 +302,6 @@ class Trainer:
     Args:
         stages: pipeline stages.
         tensor, expert, expert_tensor: parallel sizes.
-        mtp: further tokens that are predicted.
         balancing: kinds of routers' losses.
         shards_weights: FSDP of either kind.
         shares_scales: FP8 whose scales come from the largest values of all data-parallel ranks.
@@ -323,7 +322,6 @@ class Trainer:
     balancing: tuple[str, ...] = ()
     shards_weights: bool = False
     shares_scales: bool = False
-    mtp: int = 0
     offloads: bool = False
     interleaves: bool = False
     offloads_layers: bool = False

@@ -95,10 +95,7 @@ def pipeline_ends(
     does; only with V = 1 (the interleaved schedule sends and receives while it computes). groups: sizes of consecutive
     groups of micro-batches, the same in all steps, whose backwards run last first (see `grouped_orders`). launches:
     the host's, see Launches; None: the host is always ahead.
-    Raises ValueError on other shapes.
     """
-    if forward.shape != backward.shape or forward.ndim != 4:
-        raise ValueError(f"forward {forward.shape} and backward {backward.shape} must be alike, [n, P, V, m]")
     _, stages, chunks, micro_batches = forward.shape
     graph = pipeline_graph(stages, micro_batches, chunks, blocking, groups and tuple(groups))
     ends = _solve(graph, forward, backward, transfer, launches)
@@ -166,8 +163,6 @@ def pipeline_graph(
     groups: sizes of consecutive groups of micro-batches whose backwards run last first (see `grouped_orders`); None is
     Megatron's order. Raises ValueError where interleaved micro-batches are then not a multiple of the stages.
     """
-    if blocking and chunks > 1:
-        raise ValueError("an interleaved schedule does not block on transfers: set blocking=False")
     if groups is None:
         if chunks > 1 and micro_batches % stages:
             raise ValueError(

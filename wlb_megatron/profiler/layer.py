@@ -1,7 +1,4 @@
-"""The parts of a step, as torch modules of one tensor-parallel rank's shape.
-
-If Megatron is installed and there is a GPU, `megatron_layer` is Megatron's own layer, which is measured instead.
-"""
+"""The parts of a step, of one tensor-parallel rank's shape: Megatron's own layer, and the model's ends in torch."""
 
 from __future__ import annotations
 
@@ -12,12 +9,22 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn import functional
 
 from wlb_megatron.attention.device_layout import device_layout
 from wlb_megatron.attention.kernels.before_training import device_call
 from wlb_megatron.attention.sharded_attention import Kernels, sharded_attention
+from wlb_megatron.errors import WlbError
 from wlb_megatron.profiler.points import Point
 from wlb_megatron.sharding.attention_calls import AttentionLayout, ExchangePlan, attention_layout
 from wlb_megatron.workload.profile import ProfiledModel
@@ -48,69 +55,6 @@ class NoAttention(nn.Module):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
         return _Pass.apply(query, key, value)
-
-
-class TorchLayer(nn.Module):
-    """Norm, projections, rotary positions, gated or plain feed-forward, residuals; no attention."""
-
-    def __init__(self, model: ProfiledModel) -> None:
-        super().__init__()
-        self.model = model
-        heads, kv = model.rank_heads, model.rank_kv_heads
-        self.norms = nn.ModuleList(nn.RMSNorm(model.hidden) for _ in range(2))
-        self.qkv = nn.Linear(model.hidden, (heads + 2 * kv) * model.head_dim, bias=False)
-        self.out = nn.Linear(heads * model.head_dim, model.hidden, bias=False)
-        experts = model.experts
-        width = model.ffn // model.tp if experts is None else experts.ffn // experts.tensor
-        self.router = None if experts is None else nn.Linear(model.hidden, model.rank_experts, bias=False)
-        self.mlps = nn.ModuleList(TorchMlp(model, width) for _ in range(model.rank_experts or 1))
-        self.shared = (
-            TorchMlp(model, experts.shared // experts.tensor) if experts and experts.shared else None
-        )
-
-    def forward(self, x: Tensor, frequencies: Tensor) -> Tensor:
-        model, kv = self.model, self.model.rank_kv_heads
-        qkv = self.qkv(self.norms[0](x)).unflatten(-1, (-1, model.head_dim))
-        q, k, v = qkv.split((model.rank_heads, kv, kv), dim=-2)
-        cos, sin = frequencies.cos().to(x.dtype), frequencies.sin().to(x.dtype)
-        x = x + self.out(_Pass.apply(_rotate(q, cos, sin), _rotate(k, cos, sin), v))
-        inner = self.norms[1](x)
-        if self.router is None:
-            return x + self.mlps[0](inner)
-        assert model.experts is not None
-        rows = inner[: -(-len(x) * model.experts.tensor // model.tp)].flatten(0, 1)
-        weights, routes = self.router(rows).softmax(dim=-1).topk(model.experts.chosen)
-        out = torch.zeros_like(rows) if self.shared is None else self.shared(rows)
-        for number, mlp in enumerate(self.mlps):
-            row, place = (routes == number).nonzero(as_tuple=True)
-            out = out.index_add(0, row, mlp(rows[row]) * weights[row, place, None])
-        return x + functional.pad(out, (0, 0, 0, len(x) - len(rows))).unsqueeze(1)
-
-
-class TorchMlp(nn.Module):
-    """A gated or plain feed-forward of `width` channels."""
-
-    def __init__(self, model: ProfiledModel, width: int) -> None:
-        super().__init__()
-        self.gated = model.gated
-        self.up = nn.Linear(model.hidden, width * (2 if model.gated else 1), bias=False)
-        self.down = nn.Linear(width, model.hidden, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        inner = self.up(x)
-        if self.gated:
-            gate, inner = inner.chunk(2, dim=-1)
-            return self.down(functional.silu(gate) * inner)
-        return self.down(functional.gelu(inner))
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    a, b = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-b, a), dim=-1) * sin
-
-
-def torch_layer(model: ProfiledModel, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    return keep_gradients(TorchLayer(model).to(device, dtype))
 
 
 def keep_gradients(module: nn.Module) -> nn.Module:
@@ -162,10 +106,7 @@ def embedding_step(ends: Ends, model: ProfiledModel, tokens: int, like: Tensor) 
     return (lambda: ends.embedding(ids).transpose(0, 1).contiguous()), lambda y: y.backward(grad)
 
 
-def loss_step(
-    ends: Ends, model: ProfiledModel, tokens: int, like: Tensor, cross_entropy: Callable[..., Tensor] | None
-) -> Part:
-    """cross_entropy: Megatron's, of logits [tokens, 1, vocabulary] and labels [tokens, 1]; None: torch's."""
+def loss_step(ends: Ends, model: ProfiledModel, tokens: int, like: Tensor) -> Part:
     x = torch.randn(tokens, 1, model.hidden, device=like.device, dtype=like.dtype).requires_grad_()
     rows = ends.output.weight.shape[0]
     labels = torch.randint(rows, (tokens, 1), device=like.device)
@@ -173,13 +114,7 @@ def loss_step(
 
     def forward() -> Tensor:
         x.grad = None
-        logits = ends.output(ends.norm(x))
-        if cross_entropy is not None:
-            losses = cross_entropy(logits, labels)
-        else:
-            losses = functional.cross_entropy(
-                logits.flatten(0, 1).float(), labels.flatten(), reduction="none"
-            )
+        losses = vocab_parallel_cross_entropy(ends.output(ends.norm(x)), labels)
         return (losses.flatten() * mask).sum()
 
     return forward, lambda y: y.backward()
@@ -215,12 +150,9 @@ def optimizer_step(layer: nn.Module) -> Part:
 
 def _adam(main: list[nn.Parameter]) -> Any:
     if main[0].is_cuda:
-        try:
-            from transformer_engine.pytorch.optimizers import FusedAdam
+        from transformer_engine.pytorch.optimizers import FusedAdam
 
-            return FusedAdam(main)
-        except ImportError:
-            pass
+        return FusedAdam(main)
     return torch.optim.Adam(main, fused=True)
 
 
@@ -283,25 +215,38 @@ def _alone(layout: AttentionLayout) -> AttentionLayout:
     return replace(layout, exchange=inward)
 
 
-def megatron_layer(model: ProfiledModel) -> tuple[nn.Module, Callable[..., Tensor], str]:
-    """A layer of one tensor-parallel rank's shape, bf16, on this GPU: called with [t, 1, hidden] and rotary angles.
+def megatron_layer(model: ProfiledModel, device: torch.device, dtype: torch.dtype) -> tuple[nn.Module, str]:
+    """A layer of one tensor-parallel rank's shape, called with [t, 1, hidden] and rotary angles, and its name.
 
-    Its cross entropy and its name beside it. Without sequence parallelism's split of norms and residuals. With experts
-    a router spreads t tokens over this rank's experts, as many rows as all expert-parallel ranks send them in mean.
-    ImportError where Megatron or Transformer Engine is missing.
+    On a GPU it is of Transformer Engine's modules, on a CPU of Megatron's own. Without sequence parallelism's split of
+    norms and residuals. With experts a router spreads t tokens over this rank's experts, as many rows as all
+    expert-parallel ranks send them in mean. WlbError where this Megatron cannot build it.
     """
-    from megatron.core import parallel_state
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
-    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-    from megatron.core.transformer.spec_utils import build_module
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
+    on_gpu = device.type == "cuda"
     if not dist.is_initialized():
-        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("nccl" if on_gpu else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel()
-    model_parallel_cuda_manual_seed(1)
+    if on_gpu:
+        model_parallel_cuda_manual_seed(1)
+    try:
+        layer = _built(model, dtype, on_gpu)
+    except (ImportError, RuntimeError, AssertionError, AttributeError, TypeError) as error:
+        raise WlbError(
+            f"Megatron's layer cannot be built ({str(error).partition(chr(10))[0]}): run wlb-megatron doctor for "
+            "versions that work"
+        ) from None
+    name = "Megatron's TransformerLayer"
+    if model.experts is not None:
+        # TEGroupedMLP, or SequentialMLP with a Transformer Engine that has no grouped products.
+        name += f" with {model.rank_experts} experts ({type(layer.mlp.experts).__name__})"
+        if model.experts.tensor < model.tp:
+            layer.mlp = _Part(layer.mlp, model.tp // model.experts.tensor)
+    return _Layer(keep_gradients(layer)), name
+
+
+def _built(model: ProfiledModel, dtype: torch.dtype, on_gpu: bool) -> Any:
+    """Megatron's layer, with its fused kernels on a GPU."""
     config = TransformerConfig(
         num_layers=1,
         hidden_size=model.hidden,
@@ -314,26 +259,32 @@ def megatron_layer(model: ProfiledModel) -> tuple[nn.Module, Callable[..., Tenso
         gated_linear_unit=model.gated,
         activation_func=functional.silu if model.gated else functional.gelu,
         add_bias_linear=False,
-        bias_activation_fusion=model.gated or model.experts is None,  # experts have no other fused activation
-        bias_dropout_fusion=True,
-        apply_rope_fusion=True,
+        bias_activation_fusion=on_gpu
+        and (model.gated or model.experts is None),  # experts have no other fused activation
+        bias_dropout_fusion=on_gpu,
+        apply_rope_fusion=on_gpu,
         attention_dropout=0.0,
         hidden_dropout=0.0,
-        bf16=True,
-        params_dtype=torch.bfloat16,
-        pipeline_dtype=torch.bfloat16,
-        gradient_accumulation_fusion=model.fused,
+        bf16=on_gpu,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        gradient_accumulation_fusion=on_gpu and model.fused,
+        use_cpu_initialization=not on_gpu,
     )
-    spec = get_gpt_layer_with_transformer_engine_spec(model.rank_experts or None, moe_grouped_gemm=True)
+    experts = model.rank_experts or None
+    if on_gpu:
+        spec = get_gpt_layer_with_transformer_engine_spec(experts, moe_grouped_gemm=True)
+    else:
+        spec = get_gpt_layer_local_spec(experts, normalization="RMSNorm")
     spec.submodules.self_attention.submodules.core_attention = NoAttention
-    layer = build_module(spec, config=config).cuda()
-    name = "Megatron's TransformerLayer"
-    if model.experts is not None:
-        # TEGroupedMLP, or SequentialMLP with a Transformer Engine that has no grouped products.
-        name += f" with {model.rank_experts} experts ({type(layer.mlp.experts).__name__})"
-        if model.experts.tensor < model.tp:
-            layer.mlp = _Part(layer.mlp, model.tp // model.experts.tensor)
-    return _Layer(keep_gradients(layer)), vocab_parallel_cross_entropy, name
+    layer = build_module(spec, config=config)
+    return layer.cuda() if on_gpu else layer
+
+
+def leave() -> None:
+    """Ends the process groups of the layer, so that this process can build another."""
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
 
 
 def _experts(model: ProfiledModel) -> dict[str, Any]:

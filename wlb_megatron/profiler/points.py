@@ -127,10 +127,6 @@ class Point:
     plan: ShardPlan | None = field(default=None, compare=False)
     rank: int = 0
 
-    @property
-    def key(self) -> str:
-        return f"{self.part} {sorted(self.sizes.items())}"
-
 
 def attention_points(grid: Grid, model: ProfiledModel) -> Iterator[Point]:
     """Rectangles, diagonals and bottom-right segments of one shape, as many as fill a device; calls of unlike

@@ -1,4 +1,4 @@
-"""`wlb-megatron profile`: its flags, progress and file. Needs torch; on a GPU, Transformer Engine."""
+"""`wlb-megatron profile`: its flags, progress and file. Needs Megatron; on a GPU, Transformer Engine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def add_profile(parser: argparse.ArgumentParser) -> None:
     add(
         "--out",
         metavar="PATH",
-        help="file to write (required, unless --refit); until it is done, samples are in PATH.partial",
+        help="file to write (required, unless --refit)",
     )
     add(
         "--refit",
@@ -77,45 +77,51 @@ def run_profile(args: argparse.Namespace) -> None:
         return
     if args.out is None:
         raise WlbError("profile writes a file: give --out PATH")
-    try:
-        import torch
-    except ImportError:
-        raise WlbError(f"profiling needs torch: {install('gpu')}") from None
-    from wlb_megatron.profiler.run import count_points, profile
-
     with explain_bad_values():
         model = profiled_model(args)
     for line in args.notes:
         _say(line)
-    backend = _backend(args.backend, model, torch)
     out = Path(args.out)
     if not out.parent.is_dir():
         raise WlbError(f"cannot write {out}: there is no folder {out.parent}; make it or give another --out")
+    try:
+        profiled = _measured(args, model)
+    except ImportError as error:
+        raise WlbError(
+            f"profiling needs {error.name}, which does not import ({error}): {install('gpu')}"
+        ) from None
+    if profiled is not None:
+        _fit_and_write(out, profiled)
+        print(
+            f"{out}: {len(profiled['samples'])} points of {profiled['settings']['gpu']} in {profiled['seconds']} s"
+        )
+
+
+def _measured(args: argparse.Namespace, model: ProfiledModel) -> dict[str, Any] | None:
+    """The profile of rank 0, None on others. ImportError without torch or Megatron."""
+    import torch
+
+    backend = _backend(args.backend, model, torch)
     if args.backend == "auto" and backend == "torch" and args.grid != "tiny":
         raise WlbError(
             "no GPU was found: profile on one of the job's GPUs, or try the command with --grid tiny"
         )
+    from wlb_megatron.profiler.layer import leave
+    from wlb_megatron.profiler.run import count_points, profile
+
     rank, world = _join(torch, backend)
-    partial = out.with_name(out.name + ".partial")
     reports = rank == 0
     with progress(count_points(args.grid, model, world) if reports else 0, lines=reports) as tick:
         profiled = profile(
             model,
             grid=args.grid,
             backend=backend,
-            partial=partial,
             budget=args.budget,
             tick=tick,
             say=_say if reports else lambda _: None,
         )
-    if rank == 0:
-        _fit_and_write(out, profiled)
-        partial.unlink(missing_ok=True)
-        print(
-            f"{out}: {len(profiled['samples'])} points of {profiled['settings']['gpu']} in {profiled['seconds']} s"
-        )
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    leave()
+    return profiled if reports else None
 
 
 def _fit_and_write(path: Path, profiled: dict[str, Any]) -> None:
@@ -176,12 +182,8 @@ def _backend(choice: str, model: ProfiledModel, torch: Any) -> str:
         raise WlbError(
             f"--backend {choice} needs a GPU: run it there, or give --backend torch to try it on the CPU"
         )
-    try:
-        import transformer_engine.pytorch  # noqa: F401
-    except ImportError as error:
-        raise WlbError(
-            f"--backend {choice} needs Transformer Engine, which does not import: {error}"
-        ) from None
+    import transformer_engine.pytorch  # noqa: F401
+
     if choice == "te":
         return "te"
     layer = kernel_choice.Layer(

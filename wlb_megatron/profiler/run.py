@@ -1,17 +1,15 @@
-"""Measures all points of a model's profile. It saves finished points, so an interrupted run resumes.
+"""Measures all points of a model's profile.
 
 Times of a forward and a backward are medians and spreads, with the host's share separate.
 """
 
 from __future__ import annotations
 
-import json
 import platform
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import pairwise, product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,37 +30,31 @@ from wlb_megatron.profiler.layer import (
     loss_step,
     megatron_layer,
     optimizer_step,
-    torch_layer,
 )
 from wlb_megatron.profiler.points import GRIDS, Grid, Point, attention_points
 from wlb_megatron.registry import KERNELS
-from wlb_megatron.whole_files import write_whole
 from wlb_megatron.workload.profile import FORMAT, ProfiledModel, host_name
 
 Say = Callable[[str], None]
 
 
 def profile(
-    model: ProfiledModel, *, grid: str, backend: str, partial: Path, budget: float, tick: Say, say: Say
+    model: ProfiledModel, *, grid: str, backend: str, budget: float, tick: Say, say: Say
 ) -> dict[str, Any]:
     """The measurements, JSON-able: `settings`, `samples` and more. Only rank 0's are complete.
 
-    partial: a file that is kept up to date while measuring. If it exists with the same settings, its samples are not
-    measured again. budget: seconds after which no further point begins. tick: called with each point. say: called
-    with messages.
+    budget: seconds after which no further point begins. tick: called with each point. say: called with messages.
     """
     begin = time.perf_counter()
     device = torch.device("cpu") if backend == "torch" else torch.device("cuda", torch.cuda.current_device())
     torch.manual_seed(1)
     settings = _settings(model, grid, backend, device)
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    parts = _Parts(model, GRIDS[grid], backend, device, say)
-    samples = _read_partial(partial, settings, say) if rank == 0 else {}
+    parts = _Parts(model, GRIDS[grid], backend, device)
+    samples: list[dict[str, Any]] = []
     left_out = 0
     for point in _points(GRIDS[grid], model) if rank == 0 else ():
         tick(_name(point))
-        if point.key in samples:
-            continue
         if time.perf_counter() - begin > budget:
             left_out += 1
             continue
@@ -70,18 +62,16 @@ def profile(
             waits = point.part == "layer" and model.experts is not None  # for its routes
             timing = parts.clock.measure(*parts.step(point), waits=waits)
         except RuntimeError as error:  # out of memory, or a shape that the kernels do not take
-            say(f"{point.key[:100]} is left out: {str(error).splitlines()[0][:200]}")
+            what = f"{point.part} {point.sizes}"[:100]
+            say(f"{what} is left out: {str(error).splitlines()[0][:200]}")
             torch.cuda.empty_cache()
             continue
-        samples[point.key] = {"part": point.part, "sizes": point.sizes, **asdict(timing)}
-        write_whole(
-            partial, json.dumps({"settings": settings, "samples": list(samples.values())}) + "\n", "--out"
-        )
+        samples.append({"part": point.part, "sizes": point.sizes, **asdict(timing)})
     if world > 1:
         for name, size in product(OPERATIONS, GRIDS[grid].bytes):
             tick(f"{name} {size} bytes")
             sample = time_operation(name, size, device)
-            samples[f"{name} {size}"] = {"part": name, "sizes": {"bytes": size, "ranks": world}, **sample}
+            samples.append({"part": name, "sizes": {"bytes": size, "ranks": world}, **sample})
     if left_out:
         say(
             f"{left_out} points were left out after {budget:.0f} s: give a longer --budget, or a smaller --grid"
@@ -89,25 +79,23 @@ def profile(
     return {
         "format": FORMAT,
         "settings": settings,
-        "layer": parts.layer_source,
+        "layer": parts.layer_name,
         "layer_parameters": model.rank_parameters_passed,
         "seconds": round(time.perf_counter() - begin, 1),
-        "samples": list(samples.values()),
+        "samples": samples,
     }
 
 
 class _Parts:
-    """Makes each point's step; modules are built when first needed."""
+    """Makes each point's step."""
 
-    def __init__(
-        self, model: ProfiledModel, grid: Grid, backend: str, device: torch.device, say: Say
-    ) -> None:
+    def __init__(self, model: ProfiledModel, grid: Grid, backend: str, device: torch.device) -> None:
         self.model, self.device = model, device
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.clock = Clock(device, grid.seconds)
         self.like = torch.empty(0, device=device, dtype=self.dtype)
         self.attention = AttentionBench(model, _kernels(backend), device, self.dtype)
-        self.layer, self.cross_entropy, self.layer_source = self._layer(backend, say)
+        self.layer, self.layer_name = megatron_layer(model, device, self.dtype)
         self.ends: Any = keep_gradients(Ends(model).to(device, self.dtype))
 
     def step(self, point: Point) -> Part:
@@ -120,17 +108,7 @@ class _Parts:
             return layer_step(self.layer, self.model, tokens, self.like)
         if point.part == "embedding":
             return embedding_step(self.ends, self.model, tokens, self.like)
-        return loss_step(self.ends, self.model, tokens, self.like, self.cross_entropy)
-
-    def _layer(self, backend: str, say: Say) -> tuple[Any, Any, str]:
-        if backend != "torch":
-            try:
-                return megatron_layer(self.model)
-            except (ImportError, RuntimeError, AssertionError, AttributeError, TypeError) as error:
-                say(
-                    f"Megatron's layer cannot be built ({error}): measuring torch modules of the same shape instead"
-                )
-        return torch_layer(self.model, self.device, self.dtype), None, "torch modules"
+        return loss_step(self.ends, self.model, tokens, self.like)
 
 
 def _kernels(backend: str) -> Any:
@@ -188,22 +166,6 @@ def _versions(backend: str) -> dict[str, str]:
         versions |= {"cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())}
         versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return {name: value for name, value in versions.items() if value}
-
-
-def _read_partial(path: Path, settings: dict[str, Any], say: Say) -> dict[str, dict[str, Any]]:
-    try:
-        saved = json.loads(path.read_text(encoding="utf-8"))
-        if saved["settings"] != settings:
-            say(f"{path} is of another model, GPU, host, version or grid: starting over")
-            return {}
-        samples = {f"{s['part']} {sorted(s['sizes'].items())}": s for s in saved["samples"]}
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, KeyError, TypeError):
-        say(f"{path} is damaged: starting over")
-        return {}
-    say(f"resuming from {path}: {len(samples)} points are done")
-    return samples
 
 
 FloatArray = npt.NDArray[np.float64]

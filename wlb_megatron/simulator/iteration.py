@@ -82,7 +82,7 @@ def simulate(
     backward.
 
     Iterations with equally many micro-batches are simulated in one pass. orders: given if documents are in chunks.
-    recomputed: None if the model's flags say it. Raises ValueError if the plans do not match the model's layout.
+    recomputed: None if the model's flags say it. The plans are of the model's layout.
     """
 
     def several(places: list[int]) -> Simulated:
@@ -107,14 +107,11 @@ def by_count(counts: Sequence[int], several: Callable[[list[int]], Simulated]) -
     parts = [several(places) for places in alike.values()]
     back = np.argsort([place for places in alike.values() for place in places])
     micro_batches = [times for part in parts for times in part.micro_batches]
-    return Simulated(
-        np.concatenate([part.steps for part in parts])[back],
-        [micro_batches[place] for place in back],
-        np.concatenate([part.busy for part in parts])[back],
-        np.concatenate([part.tokens for part in parts])[back],
-        np.concatenate([part.paced for part in parts])[back],
-        np.concatenate([part.pipeline for part in parts])[back],
-    )
+    figures = {
+        name: np.concatenate([getattr(part, name) for part in parts])[back]
+        for name in ("steps", "busy", "tokens", "paced", "pipeline")
+    }
+    return Simulated(micro_batches=[micro_batches[place] for place in back], **figures)
 
 
 def perfectly_balanced(
@@ -127,27 +124,23 @@ def perfectly_balanced(
     simulate.
     """
     layout = model.layout
-    grids = [[one for row in plan.micro_batches for one in row] for plan in plans]
-    lengths = [
-        np.array([piece.end - piece.start for one in grid for piece in one.pieces], dtype=np.int64)
-        for grid in grids
-    ]
-    tokens = np.array([one.sum() // len(grid) for one, grid in zip(lengths, grids, strict=True)])
-    prefixes = [
-        np.array([piece.prefix for one in grid for piece in one.pieces], dtype=np.int64) for grid in grids
-    ]
     diagonal = model.table.diagonal_ns
-    attention = np.array(
-        [
-            float((diagonal(before + one) - np.where(before > 0, diagonal(before), 0.0)).sum())
-            for before, one in zip(prefixes, lengths, strict=True)
-        ]
-    )
-    attention = attention / [len(grid) for grid in grids] / layout.context + model.table.call
+
+    def even(plan: IterationPlan) -> tuple[int, float]:
+        """Tokens of each micro-batch, and nanoseconds of its attention on each context rank."""
+        grid = [one for row in plan.micro_batches for one in row]
+        pieces = [(piece.prefix, piece.end - piece.start) for one in grid for piece in one.pieces]
+        prefixes, lengths = np.array(pieces, dtype=np.int64).reshape(-1, 2).T
+        ns = diagonal(prefixes + lengths) - np.where(prefixes > 0, diagonal(prefixes), 0.0)
+        return int(lengths.sum()) // len(grid), float(ns.sum()) / len(grid) / layout.context
+
+    tokens, attention = map(np.array, zip(*map(even, plans), strict=True))
 
     def several(places: list[int]) -> Simulated:
         shape = len(places), len(plans[places[0]].micro_batches), layout.data
-        each = np.broadcast_to(attention[places, None, None, None], (*shape, layout.context))
+        each = (
+            np.broadcast_to(attention[places, None, None, None], (*shape, layout.context)) + model.table.call
+        )
         rank_tokens = np.broadcast_to(tokens[places, None, None], shape)
         repeats = None if recomputed is None else np.stack([recomputed[place] for place in places])
         return run_steps(rank_tokens, model.attention_ways(each), model, recomputed=repeats)
@@ -160,15 +153,6 @@ def _measure(shards: Shards, model: LayerModel) -> tuple[npt.NDArray[np.int64], 
     layout = model.layout
     n, m = len(shards), len(shards[0])
     plans = [plan for iteration in shards for row in iteration for plan in row]
-    if (
-        not plans
-        or len(plans) != n * m * layout.data
-        or any(plan.cp_size != layout.context for plan in plans)
-    ):
-        raise ValueError(
-            f"plans are not {n} iterations of {m} micro-batches on dp {layout.data}, cp {layout.context}: "
-            "plan for the layout that is simulated"
-        )
     tokens = np.array([plan.tokens for plan in plans], dtype=np.int64).reshape(n, m, layout.data)
     attention = Times(*(t.reshape(n, m, layout.data, layout.context) for t in model.attention(plans)))
     return tokens, attention, cut_of(plans).reshape(tokens.shape)
@@ -188,21 +172,16 @@ def _device(tokens: npt.NDArray[np.int64], attention: Times, model: LayerModel) 
 def recomputed_by_flags(tokens: IntArray, model: LayerModel) -> IntArray:
     """int[n, dp, P, V, m]: layers that the model's flags recompute, for tokens int[n, m, dp]."""
     n, m, dp = tokens.shape
-    layout = model.layout
-    layers = [[model.recomputed_layers(p, c) for c in range(layout.virtual)] for p in range(layout.pipeline)]
-    by_chunk = np.array(layers, dtype=np.int64)[:, :, None]
-    return np.broadcast_to(by_chunk, (n, dp, *by_chunk.shape[:2], m))
+    layers = model.recomputed_layers
+    return np.broadcast_to(layers[:, :, None], (n, dp, *layers.shape, m))
 
 
 def _launches(cuts: BoolArray, grouped: BoolArray, recomputed: IntArray, model: LayerModel) -> Launches:
     """float[n * dp, P, V, m]: the host's launches of each forward and backward."""
-    host = model.host(cuts)
-    layer = Times(*(np.broadcast_to(way, cuts.shape) for way in host))
     embedding, loss = (Times(*(np.full(cuts.shape, way) for way in end)) for end in model.host_ends())
     loss = _deferred(loss, grouped)
     ends = [(embedding.forward, loss.forward), (embedding.backward, loss.backward)]
-    repeat = Times(np.broadcast_to(model.host_again(cuts), cuts.shape), layer.backward)
-    return Launches(*_stages(layer, ends, recomputed, model, repeat.forward))
+    return Launches(*_stages(model.host(cuts), ends, recomputed, model, model.host_again(cuts)))
 
 
 def _stages(
@@ -259,16 +238,13 @@ def run_steps(
         *(forward, backward, _launches(cuts, grouped, recomputed, model)),
         orders or [None] * (n * dp),
         np.repeat(_transfer(tokens, model), dp),
-        layout.virtual == 1,
     )
     end_times = end_times.reshape(n, dp, layout.pipeline).max(axis=1)
     paced = (forward + backward).sum(axis=(2, 3)).reshape(n, dp, layout.pipeline)
     linear = model.linear(tokens / layout.context)
     both = (linear.forward + linear.backward)[..., None] + attention.forward + attention.backward
     layer_ns = both.sum(axis=1)
-    layers = np.array(
-        [sum(model.layers_of(p, c) for c in range(layout.virtual)) for p in range(layout.pipeline)]
-    )
+    layers = model.stage_layers.sum(axis=1)
     repeats = recomputed.sum(axis=3)  # [n, dp, P, m]
     once_more = linear.forward[..., None] + attention.forward
     compute = layer_ns[:, :, None, :] * layers[:, None] + np.einsum("ndpm,nmdc->ndpc", repeats, once_more)
@@ -297,7 +273,6 @@ def _ends_by_order(
     launches: Launches,
     orders: Sequence[tuple[int, ...] | None],
     transfer: FloatArray,
-    blocking: bool,
 ) -> FloatArray:
     """float[n * dp, P]: `pipeline_ends`, in one pass for all pipelines whose steps wait for one another alike. They are
     then those of the first order, whose n-th backward takes the time of each one's own."""
@@ -316,7 +291,7 @@ def _ends_by_order(
             forward[rows],
             next(backwards),
             transfer=transfer[rows],
-            blocking=blocking,
+            blocking=chunks == 1,
             groups=sizes_of_rows[rows[0]],
             launches=Launches(launches.forward[rows], next(backwards)),
         )
@@ -347,10 +322,7 @@ def _stage_times(layer: FloatArray, ends: tuple[FloatArray, FloatArray], model: 
     """float[n * dp, P, V, m] of a layer's time float[n, m, dp]."""
     layout = model.layout
     n, m, dp = layer.shape
-    times = np.empty((n, dp, layout.pipeline, layout.virtual, m))
-    for stage in range(layout.pipeline):
-        for chunk in range(layout.virtual):
-            times[:, :, stage, chunk] = (layer * model.layers_of(stage, chunk)).swapaxes(1, 2)
+    times = np.multiply(layer.swapaxes(1, 2)[:, :, None, None], model.stage_layers[:, :, None], order="C")
     times[:, :, 0, 0] += ends[0].swapaxes(1, 2)
     times[:, :, -1, -1] += ends[1].swapaxes(1, 2)
     return times.reshape(n * dp, layout.pipeline, layout.virtual, m)

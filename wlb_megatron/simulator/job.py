@@ -94,7 +94,7 @@ class PlanTimes:
         memory, layout = self.memory, self.model.layout
         if memory is None:
             return None
-        layers = [[self.model.layers_of(p, c) for c in range(layout.virtual)] for p in range(layout.pipeline)]
+        layers = self.model.stage_layers.tolist()
         stages = [memory.stage(stage, layers[stage]) for stage in range(layout.pipeline)]
         available = [memory.available(stage) for stage in range(layout.pipeline)]
         steps = []
@@ -299,10 +299,8 @@ class Job:
     @cached_property
     def gpu(self) -> GpuMemory:
         """A GPU's memory as training counts it, of the size given or assumed."""
-        model, layout, further = self.model, self.model.layout, self.trainer.mtp
-        stages = tuple(
-            tuple(model.layers_of(p, c) for c in range(layout.virtual)) for p in range(layout.pipeline)
-        )
+        model, layout, further = self.model, self.model.layout, self.model.shape.losses - 1
+        stages = tuple(map(tuple, model.stage_layers.tolist()))
         counted: dict[str, Any] = {"layers": stages, "depths": further}
         fullest: int | str = -(-model.layers // layout.pipeline) + further
         if nets := model.shape.delta_nets:
@@ -317,15 +315,11 @@ class Job:
             micro_batches=self.micro_batches // self.micro_batch_size,
             fully_sharded=self.trainer.shards_weights,
             losses_in_forward=self.trainer.shards_weights,
-            recompute=model.recompute,
-            recompute_layers=model.recompute_blocks or model.recompute_layers,
-            recompute_block=model.recompute_blocks is not None,
-            keep_keys=not model.regather,
         )
         return GpuMemory(
             *(
                 int((self.gib or DEFAULT_GIB) * GIB),
-                replace(model.shape, layers=fullest, losses=1 + further),
+                replace(model.shape, layers=fullest),
                 kept,
             ),
             *(self.joined_window, self.alignment, self.margin),
@@ -366,7 +360,7 @@ class Job:
 
     def plans_recomputation(self, config: WlbConfig) -> bool:
         """Whether each step recomputes only the layers that it cannot keep."""
-        planned = (config.recompute, self.model.recompute, config.cp_mode) == ("auto", "full", "fixed")
+        planned = (config.recompute, self.model.layout.recompute, config.cp_mode) == ("auto", "full", "fixed")
         return planned and self.trainer.keeping_changes(config.chunks) is None
 
     def rooms(self, config: WlbConfig) -> tuple[StageRoom, StageRoom] | None:

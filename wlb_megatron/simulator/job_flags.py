@@ -22,6 +22,7 @@ from wlb_megatron.simulator.model_flags import (
     add_experts,
     add_flags,
     add_model,
+    check_divisible,
     read_model,
 )
 from wlb_megatron.workload.assumptions import Assumptions
@@ -147,7 +148,6 @@ def read_trainer(args: argparse.Namespace) -> Trainer:
         expert_tensor=args.expert_tensor_parallel_size,
         balancing=tuple(args.moe_router_load_balancing_type or BALANCING[:1]),
         shards_weights=args.use_megatron_fsdp or args.use_torch_fsdp2,
-        mtp=args.mtp_num_layers,
         offloads=args.fine_grained_activation_offloading,
         interleaves=args.vpp > 1,
         offloads_layers=args.cpu_offloading_num_layers > 0,
@@ -187,16 +187,14 @@ def read_job(args: argparse.Namespace, lengths: Lengths | None = None) -> Job:
         _refuse_measured(args)
     with explain_bad_values():
         shape = read_model(args, profile)
+        layout = _layout(args)
+        check_divisible(shape, layout)
         model = LayerModel(
             shape=shape,
-            layout=_layout(args),
+            layout=layout,
             assumptions=assumptions,
             measured=table,
             costs=None if profile is None else profile.costs,
-            recompute=args.recompute_granularity,
-            recompute_layers=args.recompute_num_layers if args.recompute_method == "uniform" else 1,
-            recompute_blocks=args.recompute_num_layers if args.recompute_method == "block" else None,
-            regather=args.regather_keys,
         )
     run_steps = args.train_iters
     if run_steps is None and args.train_samples is not None:
@@ -255,6 +253,10 @@ def _layout(args: argparse.Namespace) -> Layout:
         reduce_overlaps=no_launch or args.overlap_grad_reduce,
         gather_overlaps=no_launch or args.overlap_param_gather,
         fused=not args.no_gradient_accumulation_fusion,
+        recompute=args.recompute_granularity,
+        recompute_layers=args.recompute_num_layers,
+        recompute_block=args.recompute_method == "block",
+        keep_keys=not args.regather_keys,
     )
 
 
@@ -328,30 +330,10 @@ def read_assumptions(args: argparse.Namespace) -> tuple[Assumptions, KernelTable
         if args.profile is not None:
             if args.kernel_table is not None:
                 raise WlbError("--profile brings its own kernel table: drop --kernel-table")
-            profile = read_profile(args.profile)
-            return calibrated(figures, profile), profile.costs.table, profile
+            profile, plain = read_profile(args.profile), Assumptions()
+            given = {name: rate for name, rate in rates.items() if rate not in (None, getattr(plain, name))}
+            return replace(figures.with_links(profile.costs), **given), profile.costs.table, profile
         source = args.kernel_table or "h100"
         if source not in builtin_names() and not Path(source).exists():
             raise WlbError(f"no kernel table {source}: give {', '.join(builtin_names())} or a JSON file")
         return figures, builtin(source) if source in builtin_names() else KernelTable.from_json(source), None
-
-
-def calibrated(assumptions: Assumptions, profile: Profile) -> Assumptions:
-    """Assumptions adjusted to a profile.
-
-    With the returned rate of matrix products, the model's arithmetic gives the profiled layer's time per token, with
-    element-wise kernels at their assumed rate. NVLink's rate and latency are those of the profile's all-gather. A
-    figure that the user changed from its default stays.
-    """
-    model, costs = profile.model, profile.costs
-    widths = assumptions.activation_passes * model.hidden + assumptions.ffn_passes * model.ffn
-    elements = 3 * 2 * widths / model.tp / assumptions.memory_rate * 1e9
-    products = sum(costs.layer.slope()) - elements
-    adjusted = assumptions
-    if products > 0:
-        adjusted = replace(adjusted, matmul_rate=3 * 2 * model.rank_parameters_passed / products * 1e9)
-    adjusted = adjusted.with_links(costs)
-    users = {f.name: getattr(assumptions, f.name) for f in fields(assumptions)}
-    return replace(
-        adjusted, **{name: value for name, value in users.items() if value != getattr(Assumptions(), name)}
-    )

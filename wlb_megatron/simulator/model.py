@@ -31,7 +31,7 @@ from wlb_megatron.workload.cost_model import (
     stage_launch_ns,
 )
 from wlb_megatron.workload.kernel_table import KernelTable, h100
-from wlb_megatron.workload.model import RECOMPUTE, Layout, Model, ffn_parameters
+from wlb_megatron.workload.model import Layout, Model, ffn_parameters
 
 FloatArray = npt.NDArray[np.float64]
 EXCHANGE_LAUNCH = 200_000.0
@@ -57,14 +57,11 @@ class LayerModel:
     * measured: attention of any shape of heads, rescaled to this one's.
     * costs: of a profile of exactly this shape and tensor-parallel size. They replace `measured` and the rates; their
       links replace the network within a node.
-    * recompute: "full" recomputes layers in their backward, "selective" their attention alone, "none" nothing.
-    * recompute_layers: size of a unit that "full" recomputes at once (--recompute-method uniform).
-    * recompute_blocks: how many layers of a model chunk it recomputes (block); None: all.
-    * regather: keys are exchanged again in backward.
-    * layout: its distributed_optimizer: gradients are reduced and scattered, parameters gathered, and each rank updates
-      its share; without it gradients travel both ways, and each rank updates all.
+    * layout: "full" of its recompute repeats layers in their backward, "selective" their attention alone. With its
+      distributed_optimizer gradients are reduced and scattered, parameters gathered, and each rank updates its share;
+      without it gradients travel both ways, and each rank updates all.
 
-    Raises ValueError if heads or layers do not divide.
+    Raises ValueError if layers are fewer than model chunks.
     """
 
     shape: Model
@@ -72,19 +69,9 @@ class LayerModel:
     assumptions: Assumptions = field(default_factory=Assumptions)
     measured: KernelTable = field(default_factory=h100)
     costs: Costs | None = None
-    recompute: str = "none"
-    recompute_layers: int = 1
-    recompute_blocks: int | None = None
-    regather: bool = False
 
     def __post_init__(self) -> None:
-        shape, layout = self.shape, self.layout
-        if self.recompute not in RECOMPUTE:
-            raise ValueError(f"unknown recompute {self.recompute!r}; choose {', '.join(RECOMPUTE)}")
-        if shape.heads % layout.tensor:
-            raise ValueError(
-                f"{shape.heads} attention heads cannot be divided over tensor-parallel {layout.tensor}"
-            )
+        layout = self.layout
         if layout.pipeline * layout.virtual > self.layers:
             raise ValueError(
                 f"{self.layers} layers are fewer than {layout.pipeline} stages x {layout.virtual} model chunks"
@@ -143,7 +130,7 @@ class LayerModel:
         else:
             both = predict_all(plans, self.table).astype(np.float64)
             forward, backward = both * FORWARD_SHARE, both * (1 - FORWARD_SHARE)
-        if self.regather:
+        if not self.layout.keep_keys:
             # Half of the table's exchange is keys and values on their way there; these now travel twice.
             table = self.table
             twice = replace(table, exchange=1.5 * table.exchange, exchange_row=1.5 * table.exchange_row)
@@ -166,16 +153,14 @@ class LayerModel:
         return self._recomputed(both * share, both * (1 - share))
 
     def _recomputed(self, forward: FloatArray, backward: FloatArray) -> Times:
-        return Times(forward, backward + forward if self.recompute == "selective" else backward)
+        return Times(forward, backward + forward if self.layout.recompute == "selective" else backward)
 
     def host(self, cuts: npt.ArrayLike) -> Times:
         """Nanoseconds of the host to launch a layer; cuts: bool, of ranks that attend to earlier keys."""
         second = np.asarray(cuts, dtype=np.float64)
         exchange = EXCHANGE_LAUNCH if self.layout.context > 1 else 0.0
-        (forward, backward), (extra, back) = self._launches, (0.0, 0.0)
-        if self.costs is not None:
-            (forward, backward), (extra, back) = self.costs.host, self.costs.host_second
-        rerun, pp = self.recompute == "selective", self.layout.pipeline
+        (forward, backward), (extra, back) = self._launches
+        rerun, pp = self.layout.recompute == "selective", self.layout.pipeline
         forward, backward = stage_launch_ns((forward, backward), rerun, self.layers / pp if pp > 1 else None)
         back += rerun * extra
         share = self.assumptions.host_launch
@@ -184,8 +169,10 @@ class LayerModel:
         )
 
     @property
-    def _launches(self) -> tuple[float, float]:
-        """Nanoseconds of the host to launch a layer's forward and backward, without a profile."""
+    def _launches(self) -> tuple[tuple[float, float], tuple[float, float]]:
+        """Nanoseconds of the host to launch a layer's forward and backward, and what a call on earlier keys adds."""
+        if self.costs is not None:
+            return self.costs.host, self.costs.host_second
         experts = self.shape.experts
         each = ONE_KERNEL_NS if experts is not None and experts.one_kernel else EXPERT_NS
         exchange = EXPERTS_EXCHANGE_NS if experts is not None and experts.parallel > 1 else 0.0
@@ -193,7 +180,7 @@ class LayerModel:
             dense + self._routed_share * (layer + exchange + self._rank_experts * one)
             for dense, layer, one in zip(LAUNCH_NS, EXPERTS_NS, each, strict=True)
         )
-        return forward, backward
+        return (forward, backward), (0.0, 0.0)
 
     @property
     def _routed_share(self) -> float:
@@ -209,9 +196,7 @@ class LayerModel:
 
     def host_again(self, cuts: npt.ArrayLike) -> FloatArray:
         """Nanoseconds of the host to launch a layer's forward once more, in the backward of a recomputed layer."""
-        forward, extra = self._launches[0], 0.0
-        if self.costs is not None:
-            forward, extra = self.costs.host[0], self.costs.host_second[0]
+        (forward, _), (extra, _) = self._launches
         return self.assumptions.host_launch * (forward + np.asarray(cuts, dtype=np.float64) * extra)
 
     def host_ends(self) -> tuple[tuple[float, float], tuple[float, float]]:
@@ -317,18 +302,27 @@ class LayerModel:
         position = chunk * self.layout.pipeline + stage
         return self.layers // chunks + (position < self.layers % chunks)
 
-    def recomputed_layers(self, stage: int, chunk: int = 0) -> int:
-        """Layers of a chunk that its backward recomputes in full, by the flags."""
-        layers = self.layers_of(stage, chunk)
-        if self.recompute != "full":
-            return 0
-        return layers if self.recompute_blocks is None else min(self.recompute_blocks, layers)
+    @cached_property
+    def stage_layers(self) -> npt.NDArray[np.int64]:
+        """int64[P, V]: layers of each model chunk of each stage."""
+        layout = self.layout
+        return np.array(
+            [[self.layers_of(p, c) for c in range(layout.virtual)] for p in range(layout.pipeline)],
+            dtype=np.int64,
+        )
+
+    @property
+    def recomputed_layers(self) -> npt.NDArray[np.int64]:
+        """int64[P, V]: those of them that a backward recomputes in full, by the flags."""
+        if self.layout.recompute != "full":
+            return 0 * self.stage_layers
+        count = self.layout.recompute_layers if self.layout.recompute_block else self.layers
+        return np.minimum(self.stage_layers, count)
 
     @property
     def recomputed_share(self) -> float:
         """Recomputed layers of all layers, by the flags."""
-        chunks = [(p, c) for p in range(self.layout.pipeline) for c in range(self.layout.virtual)]
-        return sum(self.recomputed_layers(*chunk) for chunk in chunks) / self.layers
+        return int(self.recomputed_layers.sum()) / self.layers
 
     def transfer_ns(self, tokens: float) -> float:
         """Nanoseconds to send one micro-batch's hidden rows to the next stage, divided over tensor ranks."""
@@ -402,7 +396,7 @@ class LayerModel:
         8 experts of a layer over 4 ranks, one tensor rank each, on 16 GPUs of a stage: 2 of them on a GPU, 4 copies.
         """
         layout, shape, experts = self.layout, self.shape, self.shape.experts
-        layers = sum(self.layers_of(stage, chunk) for chunk in range(layout.virtual))
+        layers = int(self.stage_layers[stage].sum())
         ends = (stage == 0) + (stage == layout.pipeline - 1)
         parameters, copies = shape.layer_parameters, layout.data * layout.context
         parts = []

@@ -12,7 +12,7 @@ from wlb_megatron.config import RANKS, WlbConfig, real, whole
 from wlb_megatron.errors import WlbError
 from wlb_megatron.refusals import unsupported
 from wlb_megatron.workload.cost_model import latent_parameters
-from wlb_megatron.workload.model import ONE_KERNEL, DeltaNets, Experts, Model
+from wlb_megatron.workload.model import ONE_KERNEL, DeltaNets, Experts, Layout, Model
 from wlb_megatron.workload.profile import Profile, ProfiledModel
 
 SHAPES = {
@@ -194,17 +194,15 @@ def read_model(args: argparse.Namespace, profile: Profile | None) -> Model:
     _refuse_idle_experts(args)
     _complete_model(args)
     dense = read_shape(args, profile)
-    _check_divisible(dense, args)
     shape = replace(
         _activated(dense, args),
         experts=_read_experts(dense, args),
+        losses=1 + args.mtp_num_layers,
         tied=args.launched and not args.untie_embeddings_and_output_weights,
         dropout=args.launched and args.hidden_dropout != 0,
     )
     if profile is not None:
-        names = ("hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab", "gated")
-        sizes = {name: getattr(shape, name) for name in names}
-        profile.refuse_other({**sizes, "tp": args.tp, "experts": shape.experts})
+        profile.refuse_other(shape, args.tp)
     return shape
 
 
@@ -343,10 +341,13 @@ def profiled_model(args: argparse.Namespace) -> ProfiledModel:
     if args.launched and not args.group_query_attention:
         args.num_query_groups = None  # Megatron ignores it then
     dense = read_shape(args)
-    check_heads(dense.heads, dense.kv_heads, hidden=None if args.kv_channels else dense.hidden, tp=args.tp)
     spread = {"tp": args.tp, "cp": args.cp, "fused": args.gradient_accumulation_fusion}
     sizes = asdict(_activated(dense, args)) | {"layers": 1, "experts": _read_experts(dense, args)}
-    return ProfiledModel(**sizes, **spread)
+    model = ProfiledModel(**sizes, **spread)
+    check_divisible(
+        model, Layout(tensor=args.tp, data=1 if model.experts is None else model.experts.parallel)
+    )
+    return model
 
 
 def _read_experts(dense: Model, args: argparse.Namespace) -> Experts | None:
@@ -411,37 +412,42 @@ def _activated(shape: Model, args: argparse.Namespace) -> Model:
     return replace(shape, ffn=one * (args.moe_router_topk or 2) + shared)
 
 
-def _check_divisible(shape: Model, args: argparse.Namespace) -> None:
-    """Raises WlbError with the flag and a value that works. shape: dense. args: parallel sizes and experts, as flags
-    give them.
-    """
-    _check_layers(int(shape.layers), args.pp, args.vpp)
-    hidden = shape.hidden if shape.head_dim == shape.hidden // shape.heads else None
-    check_heads(shape.heads, shape.kv_heads, hidden=hidden, tp=args.tp)
-    if shape.kv_heads % args.tp and args.tp % shape.kv_heads:
-        raise WlbError(
-            f"--num-query-groups {shape.kv_heads} is neither a multiple nor a divisor of --tp {args.tp}: change one"
-        )
-    if args.num_experts is None:
-        _check_multiple("--ffn-hidden-size", shape.ffn, "--tp", args.tp)
-    else:
-        _check_experts(shape, args)
-
-
-def _check_layers(layers: int, pp: int, vpp: int) -> None:
-    """Raises WlbError if the layers do not divide over the stages, neither by themselves nor with 2 more.
-
-    Megatron can count the embedding and the loss as layers, by --account-for-embedding-in-pipeline-split and
-    --account-for-loss-in-pipeline-split.
-    """
+def check_divisible(shape: Model, layout: Layout) -> None:
+    """Raises WlbError with the flag and a value that works, where Megatron does not divide the model so."""
+    pp, vpp, tp, experts = layout.pipeline, layout.virtual, layout.tensor, shape.experts
+    layers, heads = int(shape.layers), shape.heads
     check_vpp(pp, vpp)
-    parts = pp * vpp
-    if layers % parts and (layers + 2) % parts:
+    # With --account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split both count as layers.
+    if layers % (pp * vpp) and (layers + 2) % (pp * vpp):
         flags = f"--pp {pp}" + (f" x --vpp {vpp}" if vpp > 1 else "")
         raise WlbError(
             f"--num-layers {layers} cannot be divided over {flags}: choose a divisor of {layers}, or of {layers + 2} "
             "(with the embedding and the loss counted as layers)"
         )
+    if shape.hidden % heads and shape.head_dim == shape.hidden // heads:
+        raise WlbError(
+            f"--hidden-size {shape.hidden} is not a multiple of --num-attention-heads {heads}; give --kv-channels"
+        )
+    for size, what in ((shape.kv_heads, "--num-query-groups"), (tp, "the tensor-parallel size")):
+        if heads % size:
+            raise WlbError(f"--num-attention-heads {heads} is not a multiple of {what} {size}")
+    if shape.kv_heads % tp and tp % shape.kv_heads:
+        raise WlbError(
+            f"--num-query-groups {shape.kv_heads} is neither a multiple nor a divisor of --tp {tp}: change one"
+        )
+    if experts is None:
+        _check_multiple("--ffn-hidden-size", shape.ffn, "--tp", tp)
+        return
+    _check_multiple("--num-experts", experts.count, "--expert-model-parallel-size", experts.parallel)
+    _check_multiple("--moe-ffn-hidden-size", experts.ffn, "expert tensor size", experts.tensor)
+    stage, sharing = tp * layout.context * layout.data, experts.parallel * experts.tensor
+    if stage % sharing:
+        raise WlbError(
+            f"a stage's {stage} ranks (--tp x --cp x --dp) are not a multiple of the {sharing} that share experts: "
+            "change --expert-model-parallel-size or --expert-tensor-parallel-size"
+        )
+    if experts.chosen > experts.count:
+        raise WlbError(f"--moe-router-topk {experts.chosen} is above --num-experts {experts.count}")
 
 
 def check_vpp(pp: int, vpp: int) -> None:
@@ -450,40 +456,6 @@ def check_vpp(pp: int, vpp: int) -> None:
         raise WlbError(f"--vpp {vpp} changes nothing without --pp above 1: add that, or leave it out")
 
 
-def _check_experts(shape: Model, args: argparse.Namespace) -> None:
-    expert_ranks, tensor_ranks = (
-        args.expert_model_parallel_size or 1,
-        args.expert_tensor_parallel_size or args.tp,
-    )
-    _check_multiple("--num-experts", args.num_experts, "--expert-model-parallel-size", expert_ranks)
-    _check_multiple(
-        "--moe-ffn-hidden-size", args.moe_ffn_hidden_size or shape.ffn, "expert tensor size", tensor_ranks
-    )
-    stage = args.tp * args.cp * args.dp
-    if stage % (expert_ranks * tensor_ranks):
-        raise WlbError(
-            f"a stage's {stage} ranks (--tp x --cp x --dp) are not a multiple of the "
-            f"{expert_ranks * tensor_ranks} that share "
-            "experts: change --expert-model-parallel-size or --expert-tensor-parallel-size"
-        )
-    if (args.moe_router_topk or 1) > args.num_experts:
-        raise WlbError(f"--moe-router-topk {args.moe_router_topk} is above --num-experts {args.num_experts}")
-
-
 def _check_multiple(flag: str, value: int, by: str, size: int) -> None:
     if value % size:
         raise WlbError(f"{flag} {value} is not a multiple of {by} {size}: change one")
-
-
-def check_heads(heads: int, groups: int | None, *, hidden: int | None = None, tp: int = 1) -> None:
-    """Raises WlbError if attention heads do not divide as Megatron divides them.
-
-    hidden: given if a head's channels are its share of hidden.
-    """
-    if (hidden or heads) % heads:
-        raise WlbError(
-            f"--hidden-size {hidden} is not a multiple of --num-attention-heads {heads}; give --kv-channels"
-        )
-    for size, what in ((groups or heads, "--num-query-groups"), (tp, "the tensor-parallel size")):
-        if heads % size:
-            raise WlbError(f"--num-attention-heads {heads} is not a multiple of {what} {size}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,22 +35,6 @@ class ProfiledModel(Model):
         """The inverse of dataclasses.asdict; older profiles have no experts."""
         experts = sizes.get("experts")
         return cls(**{**sizes, "experts": experts and Experts(**experts)})
-
-    def __post_init__(self) -> None:
-        Model.__post_init__(self)
-        if self.heads % self.kv_heads or self.heads % self.tp or self.ffn % self.tp:
-            raise ValueError(
-                f"{self.heads} heads, {self.kv_heads} key-value heads and ffn {self.ffn} do not divide by each other "
-                f"and by tensor parallel {self.tp}"
-            )
-        experts = self.experts
-        if experts and (
-            experts.count % experts.parallel or experts.ffn % experts.tensor or self.tp % experts.tensor
-        ):
-            raise ValueError(
-                f"{experts.count} experts of {experts.ffn} do not divide over {experts.parallel} expert-parallel and "
-                f"{experts.tensor} expert-tensor-parallel ranks, or these not tensor parallel {self.tp}"
-            )
 
     @property
     def rank_heads(self) -> int:
@@ -105,24 +89,22 @@ class Profile:
         versions = ", ".join(f"{name} {value}" for name, value in self.versions.items())
         return f"{self.device}, {versions}, profile {self.fingerprint}"
 
-    def refuse_other(self, wanted: dict[str, Any]) -> None:
-        """WlbError where the model to be trained or simulated is not of the profiled shape.
-
-        wanted: values of ProfiledModel's fields that matter to the caller.
-        """
-        there = asdict(self.model)
-        if (experts := wanted.get("experts")) or self.model.experts:
-            # A width says less than the experts do. What their memory assumes is not measured.
-            sizes = ("count", "ffn", "parallel", "tensor", "chosen", "shared")
-            wanted = {name: value for name, value in wanted.items() if name not in ("ffn", "experts")}
-            for name in sizes:
-                there[f"experts' {name}"] = getattr(self.model.experts, name, None)
-                wanted[f"experts' {name}"] = getattr(experts, name, None)
-        differ = [
-            f"{name} {there[name]} there, {value} here"
-            for name, value in wanted.items()
-            if there[name] != value
-        ]
+    def refuse_other(self, shape: Model, tp: int, *, any_vocabulary: bool = False) -> None:
+        """WlbError where the model to be trained or simulated, on `tp` tensor ranks, is not the profiled one."""
+        profiled = self.model
+        names = ["hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab", "gated"]
+        if any_vocabulary:
+            names.remove("vocab")
+        routed = shape.experts or profiled.experts
+        if routed:
+            names.remove("ffn")  # says less than the experts do
+        pairs = [(name, getattr(profiled, name), getattr(shape, name)) for name in names]
+        pairs.append(("tp", profiled.tp, tp))
+        # What experts' memory assumes is not measured.
+        for name in ("count", "ffn", "parallel", "tensor", "chosen", "shared") if routed else ():
+            there, here = (getattr(model.experts, name, None) for model in (profiled, shape))
+            pairs.append((f"experts' {name}", there, here))
+        differ = [f"{name} {there} there, {here} here" for name, there, here in pairs if there != here]
         if differ:
             raise WlbError(
                 f"profile {self.path} is of another model or layout ({'; '.join(differ)}): run wlb-megatron profile "

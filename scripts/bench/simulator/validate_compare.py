@@ -16,7 +16,6 @@ from scripts.csv_files import write_csv
 from wlb_megatron.sharding.cut import shard_all
 from wlb_megatron.sharding.slots import padded
 from wlb_megatron.simulator.iteration import Shards, Simulated, simulate
-from wlb_megatron.simulator.job_flags import calibrated
 from wlb_megatron.simulator.model import LayerModel
 from wlb_megatron.whole_files import renamed_at_end
 from wlb_megatron.workload.assumptions import Assumptions
@@ -232,7 +231,7 @@ def model_of(layout: str, profile: Profile, layers: int, overhead: float) -> Lay
     return LayerModel(
         shape=replace(SHAPE, layers=layers),
         layout=LAYOUTS[layout],
-        assumptions=calibrated(Assumptions(dp_exposed=1.0, step_overhead=overhead), profile),
+        assumptions=Assumptions(dp_exposed=1.0, step_overhead=overhead).with_links(profile.costs),
         costs=profile.costs,
     )
 

@@ -238,18 +238,7 @@ def profile_of(path: str | None, model: TrainedModel, tensor: int) -> Profile | 
     if path is None:
         return None
     profile = read_profile(path)
-    profile.refuse_other(
-        {
-            "hidden": model.shape.hidden,
-            "ffn": model.ffn,
-            "experts": model.shape.experts,
-            "heads": model.shape.heads,
-            "kv_heads": model.shape.kv_heads,
-            "head_dim": model.shape.head_dim,
-            "gated": model.shape.gated,
-            "tp": tensor,
-        }
-    )
+    profile.refuse_other(replace(model.shape, ffn=model.ffn), tensor, any_vocabulary=True)
     return profile
 
 
@@ -270,7 +259,6 @@ def trainer_of(args: Any) -> Trainer:
         balancing=balancing_of(args),
         shards_weights=bool(setting("use_megatron_fsdp") or setting("use_torch_fsdp2")),
         shares_scales=_shares_scales(setting),
-        mtp=setting("mtp_num_layers") or 0,
         offloads=bool(setting("fine_grained_activation_offloading")),
         interleaves=bool(setting("virtual_pipeline_model_parallel_size")),
         offloads_layers=bool(setting("cpu_offloading") or setting("cpu_offloading_num_layers")),

@@ -251,11 +251,8 @@ def layer_model(job: TrainingJob, table: KernelTable | None = None) -> LayerMode
     kernel_table = h100() if table is None else table
     return LayerModel(
         shape=shape,
-        layout=layout,
+        layout=replace(layout, recompute_layers=job.recompute_blocks or layout.recompute_layers),
         assumptions=Assumptions.of_gpu(kernel_table.device).with_links(job.costs),
         measured=kernel_table,
         costs=job.costs,
-        recompute=job.sizes.recompute,
-        recompute_blocks=job.recompute_blocks,
-        regather=job.given.regather_keys,
     )
