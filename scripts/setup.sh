@@ -30,6 +30,6 @@ echo "> setting up $root/.venv with $("$python" --version) (a few minutes the fi
 rm -rf "$root/.venv"
 "$python" -m venv "$root/.venv"
 "$root/.venv/bin/python" -m pip install --quiet --upgrade pip 2>&1 | grep -v WARNING || true
-"$root/.venv/bin/python" -m pip install --quiet --editable "${root}[cpu,solver,dev]"
+"$root/.venv/bin/python" -m pip install --quiet --editable "${root}[cpu,dev]"
 "$root/.venv/bin/python" -c 'import megatron.core, numpy, torch, wlb_megatron'
 echo "$stamp" >"$root/.venv/stamp"

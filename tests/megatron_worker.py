@@ -438,7 +438,7 @@ def plan_at_random(seed: int) -> None:
 
         def plan(self, tokens: Any, *_: Any, **__: Any) -> Outcome:
             plan = random_plan(tokens, self.stage, next(iterations))
-            return Outcome(in_multiples(plan, tokens, self.multiple), GREEDY, 1, 1, 1, 1)
+            return Outcome(in_multiples(plan, tokens, self.multiple), GREEDY, 1, 1)
 
     dynamic.GroupPlanner = RandomPlans
 

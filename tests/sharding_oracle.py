@@ -6,6 +6,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from wlb_megatron.sharding.attention_calls import attention_layout
+from wlb_megatron.sharding.cut import predict_all
 from wlb_megatron.sharding.hybrid import hybrid
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.sharding.slots import PieceList, padding
@@ -60,6 +61,11 @@ def sequences(call):
     """(queries, keys) of each sequence, as ranges of rows."""
     bounds = zip(pairwise(call.cu_seqlens_q.tolist()), pairwise(call.cu_seqlens_kv.tolist()), strict=True)
     return [(range(*q), slice(*k)) for q, k in bounds]
+
+
+def predict(plan, table):
+    """int64[cp]: nanoseconds of one plan's ranks."""
+    return predict_all([plan], table)[0]
 
 
 def by_the_calls(plan, rank, table):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from wlb_megatron.attention.device_layout import RowGroups, Shipment, _row_groups
+from wlb_megatron.attention.device_layout import device_layout
 from wlb_megatron.attention.kernels.row_sums import (
     _in_sixteens,
     add_rows,
@@ -17,10 +17,11 @@ from wlb_megatron.attention.kernels.row_sums import (
     merge_rows,
     side_by_side,
 )
+from wlb_megatron.sharding.attention_calls import RowGroups, row_groups
 
 
 def groups(owner, rows):
-    return RowGroups(*(torch.from_numpy(x).int() for x in _row_groups(np.array(owner), rows)))
+    return device_layout(row_groups(np.array(owner), rows)[0], "cpu")
 
 
 def test_row_groups_hold_source_rows_by_owner_and_of_several_targets_share_what_the_owners_count():
@@ -29,12 +30,12 @@ def test_row_groups_hold_source_rows_by_owner_and_of_several_targets_share_what_
     assert grouped.bounds.tolist() == [0, 1, 3]
     assert grouped.members.tolist() == [1, 0, 2]
     # Owners 3 0 3 of two targets of 2 rows: row 0 of the first has source row 1, row 1 of the second 0 2.
-    first_and_second = [x.tolist() for x in _row_groups(np.array([3, 0, 3]), 2, 2)]
-    assert first_and_second == [[0], [0, 1], [1], [1], [0, 2], [0, 2]]
-    rest = [torch.from_numpy(x).int() for x in _row_groups(np.array([3, 0, 3]), 2, 2)]
+    both = device_layout(row_groups(np.array([3, 0, 3]), 2, 2), "cpu")
+    lists = [[x.tolist() for x in (one.targets, one.bounds, one.members)] for one in both]
+    assert lists == [[[0], [0, 1], [1]], [[1], [0, 2], [0, 2]]]
     source = torch.tensor([[1.0], [10.0], [100.0]])
-    for part, expected in ((rest[:3], [10.0, 0.0]), (rest[3:], [0.0, 101.0])):
-        add_rows(target := torch.zeros(2, 1), source, RowGroups(*part))
+    for part, expected in zip(both, ([10.0, 0.0], [0.0, 101.0]), strict=True):
+        add_rows(target := torch.zeros(2, 1), source, part)
         assert target.flatten().tolist() == expected
 
 
@@ -71,10 +72,11 @@ def test_the_fused_kernels_do_the_same():
     pytest.importorskip("triton")
     code = """
 import numpy as np, torch
-from wlb_megatron.attention.device_layout import RowGroups, _row_groups
+from wlb_megatron.sharding.attention_calls import RowGroups, row_groups
+from wlb_megatron.attention.device_layout import device_layout
 from wlb_megatron.attention.kernels import row_sums, row_sums_triton
 torch.manual_seed(0)
-groups = RowGroups(*(torch.from_numpy(x).int() for x in _row_groups(np.random.default_rng(0).integers(0, 30, 50), 37)))
+(groups,) = device_layout(row_groups(np.random.default_rng(0).integers(0, 30, 50), 37), "cpu")
 for heads, dim in ((3, 64), (3, 96), (16, 128), (1, 256)):
     out, lse = torch.randn(37, heads, dim), 3 * torch.randn(37, heads)
     parts, parts_lse = torch.randn(50, heads, dim), 3 * torch.randn(50, heads)
@@ -87,10 +89,9 @@ for heads, dim in ((3, 64), (3, 96), (16, 128), (1, 256)):
     row_sums_triton.add_rows(out.flatten(1), parts.flatten(1), groups, parts)
     assert (out - expected).abs().max() < 1e-5
     # Two targets of what the owners count, the second in fp32 beside a source in bf16, as cached keys' gradients are.
-    made = _row_groups(np.random.default_rng(1).integers(0, 30, 50), 20, 17)
-    rest = [torch.from_numpy(x).int() for x in made]
-    for first, rows, target in ((0, 20, out.bfloat16()), (3, 17, out)):
-        part, expected = RowGroups(*rest[first : first + 3]), target[:rows].flatten(1).clone()
+    both = device_layout(row_groups(np.random.default_rng(1).integers(0, 30, 50), 20, 17), "cpu")
+    for part, rows, target in zip(both, (20, 17), (out.bfloat16(), out)):
+        expected = target[:rows].flatten(1).clone()
         again, source = expected.clone(), parts.flatten(1).bfloat16()
         row_sums.add_rows(expected, source, part)
         row_sums_triton.add_rows(again, source, part, source)
@@ -130,9 +131,8 @@ for function in (row_sums.join_rows, row_sums_triton.join_rows):
 def test_index_tensors_begin_where_triton_need_not_compile_anew():
     """Lengths 3, 1 and 5 of one copy: each begins at a multiple of four numbers, 16 bytes."""
     arrays = [np.arange(3), np.array([7]), np.arange(5)]
-    shipment = Shipment(torch.device("cpu"))
-    first, *shipped = map(shipment.add, arrays)
-    shipment.send()
+    made = device_layout(RowGroups(*arrays), "cpu")
+    first, *shipped = made.targets, made.bounds, made.members
     assert [x.data_ptr() - first.data_ptr() for x in shipped] == [16, 32]
     for array, tensor in zip(arrays, [first, *shipped], strict=True):
         assert tensor.dtype == torch.int32 and tensor.tolist() == array.tolist()

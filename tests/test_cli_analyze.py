@@ -309,7 +309,7 @@ def test_what_is_predicted_slower_is_not_recommended():
 
 def test_flags_without_effect_on_the_recommended_packing_are_left_out() -> None:
     limits = {"max_delay": 3, "max_tokens": 100, "token_weights": "equal"}
-    config = WlbConfig(solver_seconds=0.5, **limits)
+    config = WlbConfig(**limits)
     arrival = flags_of(replace(config, packing="original"))
     assert arrival == "--wlb-packing original --wlb-token-weights equal"
     assert flags_of(config) == "--wlb-max-tokens 100 --wlb-max-delay 3 --wlb-token-weights equal"

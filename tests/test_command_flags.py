@@ -87,7 +87,6 @@ ELSEWHERE = {
     "pictures": "test_cli_analyze.py",
     "token-weights": "test_cli_analyze.py",
     "search": "test_search.py",
-    "solver-seconds": "bounds a search by the clock, and is refused where there is none, below",
 }
 
 
@@ -111,7 +110,8 @@ OF_LAUNCH_COMMANDS = """data-path data-args-path per-split-data-args-path split 
 
 
 def names(parser: argparse.ArgumentParser) -> set[str]:
-    flags = {action.option_strings[-1][2:] for action in parser._actions}
+    offered = [action for action in parser._actions if action.help != argparse.SUPPRESS]
+    flags = {action.option_strings[-1][2:] for action in offered}
     return flags - {"help", *OF_LAUNCH_COMMANDS.split()}
 
 
@@ -155,7 +155,7 @@ INSPECT = values(
 
 def test_every_flag_of_inspect_changes_its_plans_or_is_refused(reported, refused):
     shown = flags_of(add_layout, add_settings, _add_inspected_job) | {"pp", "vpp", "iterations"}
-    none = {"cp-mode": "dynamic", "regather-keys": "", "solver-seconds": "2"}
+    none = {"cp-mode": "dynamic", "regather-keys": ""}
     assert shown == set(INSPECT) | set(none)
     base = "inspect --window 64 --micro-batches 2 --cp 2 --thresholds 60 --chunks off"
     base += " --lengths 64,40,9,64,17,28,33,50,100,8,8,8"
@@ -237,8 +237,6 @@ inspect --document-cost nan => --document-cost: 'nan' is not a number from 0 to
 inspect --document-cost inf => --document-cost: 'inf' is not a number from 0 to
 inspect --quadratic-at nan => --quadratic-at: 'nan' is not a number from 1 to
 inspect --quadratic-at 1e-320 => --quadratic-at: '1e-320' is not a number from 1 to
-inspect --solver-seconds nan => --solver-seconds: 'nan' is not a number from 0.001 to
-inspect --solver-seconds -1 => --solver-seconds: '-1' is not a number from 0.001 to
 inspect --thresholds nan => wlb_megatron: error: --thresholds 'nan' are not auto
 analyze --iterations 0 => --iterations: '0' is not a whole number from 1
 analyze --iterations -1 => is not a whole number from 1
@@ -290,7 +288,6 @@ inspect --wlb-recompute off => --wlb-recompute changes nothing without a model
 inspect --recompute full => --recompute-granularity changes nothing without a model
 inspect --model 7B --gpu-memory 80 --wlb-recompute off => changes nothing without --recompute-gran
 {} --model 7B --gpu-memory 80 --recompute-method block => changes nothing without --recompute-gran
-{} --solver-seconds 2 => changes nothing without --cp-mode dynamic
 {} --packing original --thresholds 9 => changes nothing without --packing varlen
 {} --packing original --max-delay 3 => changes nothing without --packing varlen
 analyze --moe-router-topk 2 => --moe-router-topk needs --num-experts

@@ -104,7 +104,7 @@ def agree_on_plans(rank: int, world: int) -> None:
     cost = group_cost(h100(), 300.0, stage.sizes)
     dynamic = DynamicSettings(
         cost=cost,
-        plan=partial(GroupPlanner(partial(plan_step, stage=stage, cost=cost)).plan, seconds=0.1),
+        plan=GroupPlanner(partial(plan_step, stage=stage, cost=cost)).plan,
         stage_rank=rank,
         closing=lambda: rank == 0 and next(asked) >= 4,
         store=PlanStore(),

@@ -198,7 +198,7 @@ def test_what_the_prediction_leaves_out_is_noted(command):
     assert code == 0 and out.count("note: ") == 4
     assert "note: --seq-lenght is not predicted: did you mean seq-length?" in out
     assert "note: --fp8-format is not predicted: times are of bf16" in out
-    assert "note: --graph-seconds is not predicted: wlb_megatron has no such flag" in out
+    assert "note: --graph-seconds does nothing from this release on" in out
     assert "note: --packng is not predicted: did you mean wlb-packing?" in out
 
 

@@ -16,6 +16,7 @@ from attention_oracle import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from packing_oracle import make_planner
+from sharding_oracle import predict
 
 from wlb_megatron.attention.device_layout import device_layout
 from wlb_megatron.documents.corpus import Rules
@@ -24,7 +25,7 @@ from wlb_megatron.plugin.micro_batches.planning import ShardSettings, plan_itera
 from wlb_megatron.registry import SHARDINGS
 from wlb_megatron.sharding import cut as cuts
 from wlb_megatron.sharding.attention_calls import attention_layout
-from wlb_megatron.sharding.cut import in_fewest_calls, in_one_call, in_two_calls, predict, predict_all, shard
+from wlb_megatron.sharding.cut import in_fewest_calls, in_one_call, in_two_calls, predict_all, shard
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.sharding.slots import padding
 from wlb_megatron.workload.kernel_table import h100

@@ -33,7 +33,7 @@ from wlb_megatron.refusals import REFUSALS, Refused, refuse_unsupported
 FLAGS = """batch-spread chunks cp-mode document-cost dry-run fresh-order gpu-memory kernels log
 log-plans max-delay max-documents max-tokens memory-margin micro-batch-cost micro-batches-per-window off overlong
 packing plan-process profile quadratic-at recompute regather-keys rehearsal replace-script-functions
-sft-assistant-only sft-drop-tools sft-mask-data sft-skip-bad-lines sharding solver-seconds thresholds token-weights
+sft-assistant-only sft-drop-tools sft-mask-data sft-skip-bad-lines sharding thresholds token-weights
 trace trace-iteration train-epochs world-size"""
 
 

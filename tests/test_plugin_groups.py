@@ -18,7 +18,6 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from training_jobs import trainer_with
 
-from wlb_megatron.attention.device_layout import DeviceCache
 from wlb_megatron.attention.kv_exchange import KeyCache
 from wlb_megatron.pipeline.orders import grouped_orders
 from wlb_megatron.plan import IterationPlan, MicroBatch, Piece
@@ -28,6 +27,7 @@ from wlb_megatron.plugin.step.pipeline_shapes import (
     ShapeQueue,
     transfer_orders,
 )
+from wlb_megatron.sharding.attention_calls import CachedKeys, Kept
 from wlb_megatron.workload.kernel_table import h100
 
 
@@ -134,7 +134,7 @@ def test_one_stage_runs_backwards_when_their_group_is_whole_and_without_groups_a
 def test_a_step_that_fails_in_the_middle_leaves_nothing_behind(stages):
     stages(2)
     loop, cache = Loop(0, 2, 4), KeyCache()
-    use = DeviceCache(micro_batch=0, keeps=((0, None),), takes=(), prefixed=False)
+    use = CachedKeys(micro_batch=0, keeps=(Kept(0, None),), takes=(), prefixed=False)
 
     def keep_keys() -> None:
         cache.start(use)

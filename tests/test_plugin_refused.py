@@ -83,7 +83,6 @@ WRONG: dict[str, str] = {
     "--wlb-max-delay -1": "max-delay",
     "--wlb-chunks on --wlb-max-delay 3": "cannot be combined with --wlb-max-delay 3: documents in chunks never wait",
     "--wlb-max-documents 0": "max-documents",
-    "--wlb-solver-seconds 0 --wlb-cp-mode dynamic": "solver-seconds",
     "--wlb-document-cost -1": "document-cost",
     "--wlb-profile nothing.json": "nothing.json",
     "--wlb-no-such-flag": "error: unrecognized arguments: --wlb-no-such-flag$",

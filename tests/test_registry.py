@@ -96,12 +96,16 @@ def test_a_value_that_flags_no_longer_offer_is_taken_for_another_with_a_line():
 
 def test_a_removed_flag_is_taken_for_one_release_with_a_line():
     parser = add_arguments(argparse.ArgumentParser())
-    args = parser.parse_args(["--wlb-graph-seconds", "15", "--wlb-release", "full"])
+    args = parser.parse_args(
+        ["--wlb-graph-seconds", "15", "--wlb-release", "full", "--wlb-solver-seconds", "2"]
+    )
     assert config_from_args(args) == WlbConfig() and "graph-seconds" not in parser.format_help()
     assert removed_flags(args) == [
         "--wlb-graph-seconds does nothing from this release on, and will be refused from the next: leave it out "
         "(attention graphs are built for at most a minute before step 1)",
         "--wlb-release does nothing from this release on, and will be refused from the next: leave it out "
         "(outlier queues release the documents that balance best)",
+        "--wlb-solver-seconds does nothing from this release on, and will be refused from the next: leave it out "
+        "(dynamic groups are planned without a solver, which never won at real sizes)",
     ]
     assert not removed_flags(parser.parse_args([]))

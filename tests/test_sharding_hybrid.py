@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_checks import validate
-from sharding_oracle import cp_and_lengths, holders, mix, seen_by_rank
+from sharding_oracle import cp_and_lengths, holders, mix, predict, seen_by_rank
 
 from wlb_megatron.sharding.attention_calls import attention_layout
-from wlb_megatron.sharding.cut import predict, shard, shard_all
+from wlb_megatron.sharding.cut import shard, shard_all
 from wlb_megatron.sharding.slots import padding
 from wlb_megatron.workload.kernel_table import h100
 

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sharding_oracle import by_the_calls, cp_and_lengths
+from sharding_oracle import by_the_calls, cp_and_lengths, predict
 
 from wlb_megatron.registry import SHARDINGS
-from wlb_megatron.sharding.cut import predict, predict_all, shard
+from wlb_megatron.sharding.cut import predict_all, shard
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.workload.kernel_table import KernelTable, h100
 

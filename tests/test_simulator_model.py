@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from sharding_oracle import predict
 
 from scripts.reproduce.compare import micro_batch_count, rescale
 from wlb_megatron.documents.lengths import long_tailed
 from wlb_megatron.pipeline.schedule import Event, Launches, pipeline_events
-from wlb_megatron.sharding.cut import predict, shard
+from wlb_megatron.sharding.cut import shard
 from wlb_megatron.simulator import iteration
 from wlb_megatron.simulator.iteration import Orders, Shards, run_steps, simulate
 from wlb_megatron.simulator.model import LayerModel, Times

@@ -23,6 +23,7 @@ REMOVED = {
     "graph_seconds": "attention graphs are built for at most a minute before step 1",
     "balance_batches": "no packing balances fixed windows over several global batches",
     "release": "outlier queues release the documents that balance best",
+    "solver_seconds": "dynamic groups are planned without a solver, which never won at real sizes",
 }
 """Flags that this release takes for the last time, and says that they do nothing: name, and what happens instead."""
 
@@ -38,9 +39,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         if setting.name == "overlong":
             options["default"] = None
         group.add_argument(_flag(PREFIX + setting.name), dest=PREFIX + setting.name, **options)
-    for name in REMOVED:
-        group.add_argument(_flag(PREFIX + name), dest=PREFIX + name, help=argparse.SUPPRESS)
+    _add_removed(group)
     return parser
+
+
+def _add_removed(parser: argparse._ActionsContainer, *spellings: str) -> None:
+    for name in REMOVED:
+        flags = [_flag(prefix + name) for prefix in (PREFIX, *spellings)]
+        parser.add_argument(*flags, dest=PREFIX + name, help=argparse.SUPPRESS)
 
 
 def flag_options(setting: Field[Any]) -> dict[str, Any]:
@@ -263,6 +269,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
     for setting in fields(WlbConfig):
         if setting.name not in NOT_HERE:
             add_setting(parser, setting.name)
+    _add_removed(parser, "")
 
 
 def add_setting(parser: argparse.ArgumentParser, name: str) -> None:
@@ -279,6 +286,7 @@ def settings(args: argparse.Namespace) -> WlbConfig:
     nothing, and for a launch command that training refuses."""
     names = [setting.name for setting in fields(WlbConfig) if setting.name not in NOT_HERE]
     config, lines = take_instead(WlbConfig(**{name: getattr(args, name) for name in names}))
+    lines += map(renamed, removed_flags(args))
     args.notes = (*getattr(args, "notes", ()), *(f"note: {line}" for line in lines))
     if not getattr(args, "launched", False):  # training takes what changes nothing
         refuse_idle(config)

@@ -118,11 +118,6 @@ class WlbConfig:
         f"ranks that share a micro-batch: {choices(CP_MODES)}",
         choices=CP_MODES,
     )
-    solver_seconds: float = _setting(
-        1.0,
-        "time limit of the solver for one plan (seconds)",
-        type=real(1e-3, SECONDS),
-    )
     quadratic_at: float | None = _setting(
         None,
         "length X at which a document's attention costs as much as everything else. A document of d tokens has work "

@@ -123,7 +123,6 @@ CP_MODES: dict[str, Entry] = {
     "dynamic": Entry(
         "wlb_megatron.plugin.plans.dynamic:training_plans",
         "in each step groups of different sizes among the data- and context-parallel ranks, planned by predicted time",
-        settings=("solver_seconds",),
     ),
 }
 """--wlb-cp-mode: ranks that share a micro-batch."""

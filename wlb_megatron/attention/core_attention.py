@@ -23,7 +23,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 
-from wlb_megatron.attention.device_layout import DeviceLayout, device_layout
+from wlb_megatron.attention.device_layout import device_layout
 from wlb_megatron.attention.kernels import kernel_choice
 from wlb_megatron.attention.kernels.before_training import Warmable, warm_up
 from wlb_megatron.attention.kernels.kernel_choice import Layer
@@ -42,7 +42,7 @@ class WlbPackedSeqParams(PackedSeqParams):
     that it is given; PlannedRotaryEmbedding computes these at the plan's positions.
     """
 
-    layout: DeviceLayout | None = None
+    layout: AttentionLayout | None = None
     group: Any = None  # the ranks that share the micro-batch; None: Megatron's context-parallel group
     # For multi-token prediction (plugin/step/multi_token.py): tokens, labels, loss mask and positions, a row for each
     # depth; how many of the rank's tokens predict a next one; whether Megatron has copied the labels; the depth at

@@ -24,16 +24,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wlb_megatron.attention.device_layout import DeviceCache, DeviceExchange, Rows
 from wlb_megatron.attention.kernels.row_sums import add_rows, join_rows
-from wlb_megatron.sharding.attention_calls import Taken
+from wlb_megatron.sharding.attention_calls import Array, CachedKeys, ExchangePlan, Taken
 
 on_wait: Callable[[Callable[[], Any]], None] | None = None
 """If set, called with each wait for a transfer, so that a timer can measure it."""
 
 
 def start_gather(
-    exchange: DeviceExchange, kv: Tensor, group: Any, hidden: bool = True
+    exchange: ExchangePlan, kv: Tensor, group: Any, hidden: bool = True
 ) -> Callable[[int], Tensor]:
     """Starts to fetch the keys that this rank needs.
 
@@ -45,12 +44,12 @@ def start_gather(
     """
     if not exchange.remote:
         return lambda rows: join_rows(kv, kv, exchange.place, rows)
-    wait = _travel(kv, exchange.sends, exchange.send_counts, exchange.recv_counts, group, hidden)
+    wait = _travel(kv, exchange.send_rows, exchange.send_counts, exchange.recv_counts, group, hidden)
     return lambda rows: join_rows(kv, wait(), exchange.place, rows)
 
 
 def start_return(
-    exchange: DeviceExchange, grad: Tensor, group: Any, hidden: bool = True
+    exchange: ExchangePlan, grad: Tensor, group: Any, hidden: bool = True
 ) -> Callable[[], Tensor]:
     """Starts to return gradients to the owners of the keys. grad: [rows, 2, heads, dim], as start_gather returned
     rows.
@@ -62,7 +61,7 @@ def start_return(
     return _travel(grad, exchange.arrivals, exchange.recv_counts, exchange.send_counts, group, hidden)
 
 
-def add_returned(exchange: DeviceExchange, grad: Tensor, back: Tensor, *targets: Tensor) -> None:
+def add_returned(exchange: ExchangePlan, grad: Tensor, back: Tensor, *targets: Tensor) -> None:
     """Adds gradients to those of the rank's own keys, [t, 2, heads, dim], and of each part of its cached keys.
 
     Sums are in fp32 at least, in rank order, rounded once. `back` is the result of start_return's function for grad.
@@ -73,7 +72,7 @@ def add_returned(exchange: DeviceExchange, grad: Tensor, back: Tensor, *targets:
 
 def _travel(
     source: Tensor,
-    rows: Rows,
+    rows: slice | Array,
     send_counts: Sequence[int],
     recv_counts: Sequence[int],
     group: Any,
@@ -135,7 +134,7 @@ class KeyCache:
         self._entries.clear()
         self._recorded.clear()
 
-    def start(self, use: DeviceCache) -> bool:
+    def start(self, use: CachedKeys) -> bool:
         """Begins a forward. Returns whether it may save exchanged keys, so that backward need not take them again.
 
         The answer is the same on all ranks, because they exchange together. If every chunk saved them, each would
@@ -150,18 +149,18 @@ class KeyCache:
                 self._entry(take, use).readers += 1
         return not use.prefixed or not self._recorded[use.micro_batch]
 
-    def keep(self, use: DeviceCache, kv: Tensor) -> None:
+    def keep(self, use: CachedKeys, kv: Tensor) -> None:
         """Keeps the rows of kv that later micro-batches read, unless an earlier forward of this micro-batch has."""
-        for piece, rows in use.keeps:
+        for piece, rows in ((keep.piece, keep.rows) for keep in use.keeps):
             if (use.micro_batch, piece) not in self._entries:
                 saved = kv if rows is None else kv.index_select(0, rows)
                 self._entries[use.micro_batch, piece] = _Entry(saved)
 
-    def take(self, use: DeviceCache, kv: Tensor) -> Tensor:
+    def take(self, use: CachedKeys, kv: Tensor) -> Tensor:
         """The rank's own keys, followed by those of earlier micro-batches: the rows that the exchange sends from."""
         return torch.cat((kv, *(self._entry(take, use).kv for take in use.takes))) if use.takes else kv
 
-    def gradients(self, use: DeviceCache) -> list[Tensor]:
+    def gradients(self, use: CachedKeys) -> list[Tensor]:
         """The tensors in which the gradients of each of the takes are summed, in fp32 at least."""
         gradients = []
         for take in use.takes:
@@ -172,14 +171,14 @@ class KeyCache:
             gradients.append(entry.grad)
         return gradients
 
-    def finish(self, use: DeviceCache, dkv: Tensor) -> None:
+    def finish(self, use: CachedKeys, dkv: Tensor) -> None:
         """Ends a backward: adds to dkv what came back for the keys that were kept, and drops them.
 
         Raises RuntimeError if a later chunk's backward is still to come.
         """
         for take in use.takes:
             self._entry(take, use).readers -= 1
-        for piece, rows in use.keeps:
+        for piece, rows in ((keep.piece, keep.rows) for keep in use.keeps):
             entry = self._entries.pop((use.micro_batch, piece))
             if entry.readers:
                 raise RuntimeError(
@@ -194,7 +193,7 @@ class KeyCache:
                 dkv.index_copy_(0, rows.long(), (dkv.index_select(0, rows) + entry.grad).to(dkv.dtype))
         self._recorded.pop(use.micro_batch, None)
 
-    def _entry(self, take: Taken, use: DeviceCache) -> _Entry:
+    def _entry(self, take: Taken, use: CachedKeys) -> _Entry:
         entry = self._entries.get((take.micro_batch, take.piece))
         if entry is None:
             raise RuntimeError(

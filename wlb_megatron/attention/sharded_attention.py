@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from wlb_megatron.attention.device_layout import DeviceCall, DeviceLayout, DeviceWindow
 from wlb_megatron.attention.kernels.row_sums import (
     KV,
     add_rows,
@@ -25,6 +24,7 @@ from wlb_megatron.attention.kernels.row_sums import (
     sum_pairs,
 )
 from wlb_megatron.attention.kv_exchange import KeyCache, add_returned, start_gather, start_return
+from wlb_megatron.sharding.attention_calls import AttentionCall, AttentionLayout, WindowLayout
 
 
 class Kernels(Protocol):
@@ -41,14 +41,14 @@ class Kernels(Protocol):
     def takes(self, dim: int, v_dim: int) -> bool:
         """Whether values may be narrower than keys at these sizes; if not, they are padded with zeros."""
 
-    def buffer_rows(self, call: DeviceCall) -> tuple[int, int]:
+    def buffer_rows(self, call: AttentionCall) -> tuple[int, int]:
         """Rows of the buffers for the call's queries and keys. Rows beyond the call's own are never read."""
 
-    def forward(self, call: DeviceCall, q: Tensor, kv: KV, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, call: AttentionCall, q: Tensor, kv: KV, scale: float) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp."""
 
     def backward(
-        self, call: DeviceCall, q: Tensor, kv: KV, out: Tensor, lse: Tensor, dout: Tensor, scale: float
+        self, call: AttentionCall, q: Tensor, kv: KV, out: Tensor, lse: Tensor, dout: Tensor, scale: float
     ) -> tuple[Tensor, KV]:
         """dq and dkv for these keys, given out and lse of the softmax over all keys."""
 
@@ -76,7 +76,7 @@ def sharded_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    layout: DeviceLayout,
+    layout: AttentionLayout,
     group: Any,
     kernels: Kernels,
     scale: float,
@@ -226,7 +226,7 @@ def _cached_gradients(ctx: Any) -> list[Tensor]:
     return ctx.cache.gradients(ctx.layout.cache) if ctx.layout.cache else []
 
 
-def _key_rows(layout: DeviceLayout, kernels: Kernels) -> int:
+def _key_rows(layout: AttentionLayout, kernels: Kernels) -> int:
     """Rows of the buffer of earlier keys; 0 on a rank that only sends keys."""
     return kernels.buffer_rows(layout.rectangles)[1] if layout.rectangles else 0
 
@@ -238,7 +238,7 @@ class _OneCall(_Attention):
 
     @classmethod
     def attend(cls, ctx: Any, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        layout: DeviceWindow = ctx.layout
+        layout: WindowLayout = ctx.layout
         keys = _all_keys(ctx, kv) if layout.exchange else None
         out, lse = ctx.kernels.forward(layout.call, q, kv if keys is None else keys, ctx.scale)
         return out, lse, keys
@@ -246,7 +246,7 @@ class _OneCall(_Attention):
     @classmethod
     def pull(cls, ctx: Any, *saved: Any) -> tuple[Tensor, Tensor, Tensor]:
         q, kv, keys, out, lse, dout = saved
-        layout: DeviceWindow = ctx.layout
+        layout: WindowLayout = ctx.layout
         if layout.exchange is None:
             dq, dkv = ctx.kernels.backward(layout.call, q, kv, out, lse, dout, ctx.scale)
             return dq, *_apart(ctx, dkv, q)
@@ -263,7 +263,7 @@ class _OneCall(_Attention):
 
 def _all_keys(ctx: Any, kv: Tensor) -> Tensor:
     """The buffer of each segment's keys, exchanged."""
-    layout: DeviceWindow = ctx.layout
+    layout: WindowLayout = ctx.layout
     assert layout.exchange is not None
     gather = start_gather(layout.exchange, _rows_to_send(ctx, kv), ctx.group, hidden=False)
     return gather(ctx.kernels.buffer_rows(layout.call)[1])

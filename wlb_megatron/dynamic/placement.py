@@ -7,7 +7,6 @@ is what all blocks that hold it cost, and the plan's time is the largest over ra
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,7 +14,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from wlb_megatron.dynamic.plan import Group, Stage, StepPlan
+from wlb_megatron.dynamic.plan import STEP_NS, Group, Stage, StepPlan
 
 IntArray = npt.NDArray[np.int64]
 
@@ -31,13 +30,12 @@ class Bin:
 @dataclass(frozen=True)
 class Problem:
     """One iteration's documents: their `tokens`, int64[n], and nanoseconds as in plan.GroupCost: `prices`,
-    int64[sizes, n], `opening`, [sizes], and `step_ns` of any micro-step. ValueError if a document fits no group."""
+    int64[sizes, n], and `opening`, [sizes]. ValueError if a document fits no group."""
 
     stage: Stage
     tokens: list[int]
     prices: list[list[int]]
     opening: tuple[int, ...]
-    step_ns: int
 
     def __post_init__(self) -> None:
         longest_tokens = max(self.tokens, default=0)
@@ -63,7 +61,7 @@ class Problem:
         costs least in all (ranks x time) among those on which it takes at most T, fill the ranks no more than T;
         and the micro-steps that their tokens take."""
         if not self.tokens:
-            return self.step_ns
+            return STEP_NS
         prices, fits_group = self.price_array, self.fitting
         never = np.iinfo(np.int64).max // (len(self.tokens) + 1)
         summed = np.where(fits_group, prices * np.array(self.stage.sizes)[:, None], never)
@@ -78,7 +76,7 @@ class Problem:
         while low < high:
             middle = (low + high) // 2
             low, high = (low, middle) if fits(middle) else (middle + 1, high)
-        return low + self.step_ns * self.least_steps()
+        return low + STEP_NS * self.least_steps()
 
     def least_steps(self) -> int:
         """Micro-steps that the tokens take, if ranks were filled to the last."""
@@ -146,7 +144,7 @@ class Placement:
 
     def time(self) -> int:
         """Nanoseconds until the last rank is done."""
-        return int(self.load.max()) + self.problem.step_ns * int(self.steps.max())
+        return int(self.load.max()) + STEP_NS * int(self.steps.max())
 
     def plan(self) -> StepPlan:
         """Micro-steps in falling order of their group's size, on every rank."""
@@ -170,6 +168,9 @@ class Placement:
 PARTNERS = 3
 """Least loaded blocks of a size that are tried as a document's new place."""
 
+ROUNDS = 64
+"""Changes made to a placement at most."""
+
 Place = tuple[int, int]
 """(level, block)."""
 
@@ -177,11 +178,11 @@ Score = tuple[int, int]
 """Time of the plan, and how many ranks end last: less is better, in this order."""
 
 
-def improve_placement(placement: Placement, deadline: float = math.inf, rounds: int = 64) -> None:
+def improve_placement(placement: Placement, deadline: float) -> None:
     """Move a document off the blocks of the last rank to be done, or swap it with a cheaper one, for the least time
     that follows, until nothing shortens the plan, or the time has come (of time.monotonic). `placement` changes in
     place and never gets slower."""
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         if time.monotonic() > deadline or not _improve_once(placement):
             return
 

@@ -25,6 +25,9 @@ FloatArray = npt.NDArray[np.float64]
 MOST_GROUPS = 8
 """Process groups of a rank, with Megatron's context-parallel group and that of all ranks, which are there anyway."""
 
+STEP_NS = 300_000
+"""Assumed: what a layer takes, forward + backward, for a handful of tokens (launches, small kernels)."""
+
 
 def block_sizes(context: int, data: int) -> tuple[int, ...]:
     """Sizes of blocks, ascending, from 1 over the context-parallel size to all context x data ranks.
@@ -173,7 +176,7 @@ def in_multiples(plan: StepPlan, tokens: Sequence[int], multiple: int) -> StepPl
     return StepPlan(plan.ranks, tuple(steps))
 
 
-def finish_times(plan: StepPlan, times: Sequence[Sequence[int]], step_ns: int = 0) -> IntArray:
+def finish_times(plan: StepPlan, times: Sequence[Sequence[int]], step_ns: int = STEP_NS) -> IntArray:
     """int64[ranks]: when each rank is done, if a group starts once all of its ranks are free.
 
     Group g of micro-step m takes times[m][g] nanoseconds, a rank's padding without a group `step_ns`.
@@ -189,10 +192,6 @@ def finish_times(plan: StepPlan, times: Sequence[Sequence[int]], step_ns: int = 
     return free_at
 
 
-STEP_NS = 300_000
-"""Assumed: what a layer takes, forward + backward, for a handful of tokens (launches, small kernels)."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class GroupCost:
     """Prices of one layer, forward + backward, on the ranks of a group: what the planner adds up (nanoseconds).
@@ -202,14 +201,13 @@ class GroupCost:
     executor would and is dearer.
 
     Groups have these `sizes`, ascending. `tables` has the kernel table of each, its exchange over what links such a
-    group. `token_ns` is everything of a token but attention, `step_ns` what any micro-step costs. `sharding` is how a
-    group cuts its documents.
+    group. `token_ns` is everything of a token but attention; any micro-step costs STEP_NS. `sharding` is how a group
+    cuts its documents.
     """
 
     sizes: tuple[int, ...]
     tables: tuple[KernelTable, ...]
     token_ns: float
-    step_ns: int = STEP_NS
     sharding: str = "adaptive"
 
     def prices(self, lengths: npt.ArrayLike) -> IntArray:
@@ -237,7 +235,7 @@ class GroupCost:
         return np.array(rows)
 
     def opening(self) -> tuple[int, ...]:
-        """Nanoseconds that a micro-step on a group of each size costs beyond step_ns: latency, one more call."""
+        """Nanoseconds that a micro-step on a group of each size costs beyond STEP_NS: latency, one more call."""
         return tuple(
             round(table.exchange + table.earlier_call) if size > 1 else 0
             for size, table in zip(self.sizes, self.tables, strict=True)

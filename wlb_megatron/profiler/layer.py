@@ -26,7 +26,7 @@ from wlb_megatron.attention.kernels.before_training import device_call
 from wlb_megatron.attention.sharded_attention import Kernels, sharded_attention
 from wlb_megatron.errors import WlbError
 from wlb_megatron.profiler.points import Point
-from wlb_megatron.sharding.attention_calls import AttentionLayout, ExchangePlan, attention_layout
+from wlb_megatron.sharding.attention_calls import AttentionLayout, attention_layout, exchange_part
 from wlb_megatron.workload.profile import ProfiledModel
 
 Part = tuple[Callable[[], Any], Callable[[Any], Any]]
@@ -210,8 +210,9 @@ class AttentionBench:
 def _alone(layout: AttentionLayout) -> AttentionLayout:
     """The layout with an exchange within the rank: all keys that it needs are some of its own."""
     exchange = layout.exchange
+    assert exchange is not None
     place = np.where(exchange.place < 0, ~exchange.place % layout.tokens, exchange.place)
-    inward = ExchangePlan(0, place[:0], (0,), (0,), place, remote=False)
+    inward = exchange_part(0, [place[:0]], (0,), place, [layout.tokens], remote=False, used=len(place) > 0)
     return replace(layout, exchange=inward)
 
 

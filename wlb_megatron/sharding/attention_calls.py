@@ -13,13 +13,15 @@ Log-sum-exp merges the parts of a query's attention. Both calls are plain variab
 For each piece, a rank needs the keys before its last segment. Its diagonals read its own keys. A piece that one rank
 holds whole sends nothing, because no other rank needs its keys. Of a document in chunks, keys stay on the rank that
 computed them, and travel again to each later chunk (docs/attention.md has the figures).
+
+All is computed here, on the host. attention/device_layout.py copies the arrays of these records to a device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,34 +29,54 @@ import numpy.typing as npt
 from wlb_megatron.sharding.segments import IntArray, ShardPlan, _ranges
 
 Int32Array = npt.NDArray[np.int32]
+Array = Any
+"""An integer array, or the int32 tensor on a device that device_layout makes of it."""
 
 
 @dataclass(frozen=True)
 class AttentionCall:
     """One variable-length call over b sequences; each sequence's queries and keys are contiguous.
 
-    cu_seqlens_q, cu_seqlens_kv: int32[b + 1], in tokens. max_q, max_kv: the longest sequence's queries and keys, in
-    tokens.
+    * causal: queries are the last of their sequence's keys, and none attends to a later key.
+    * window: earlier keys that a query attends to, None for all.
+    * cu_seqlens_q, cu_seqlens_kv: int32[b + 1], in tokens. If one is the other, queries and keys are the same rows.
+    * max_q, max_kv: the longest sequence's queries and keys, in tokens.
+    * q_rows, kv_rows: total queries and keys of all sequences. The call's buffers may have more rows
+      (sharded_attention.Kernels.buffer_rows).
+    * sizes: (queries, keys) of each sequence, for backends that loop over sequences.
+    * equal: (sequences, queries of each, keys of each) if all sequences have the same sizes, else None.
     """
 
-    cu_seqlens_q: Int32Array
-    cu_seqlens_kv: Int32Array
+    causal: bool
+    window: int | None
+    cu_seqlens_q: Array
+    cu_seqlens_kv: Array
     max_q: int
     max_kv: int
-
-    @property
-    def equal(self) -> tuple[int, int, int] | None:
-        """(sequences, queries of each, keys of each) if all sequences have the same sizes, else None."""
-        queries, keys = np.diff(self.cu_seqlens_q), np.diff(self.cu_seqlens_kv)
-        if not len(queries) or (queries != self.max_q).any() or (keys != self.max_kv).any():
-            return None
-        return len(queries), self.max_q, self.max_kv
+    q_rows: int
+    kv_rows: int
+    sizes: tuple[tuple[int, int], ...]
+    equal: tuple[int, int, int] | None = None
 
 
-def varlen_call(queries: IntArray, keys: IntArray) -> AttentionCall:
-    """The call over b sequences. queries, keys: int64[b] each, tokens per sequence."""
+def varlen_call(
+    queries: IntArray, keys: IntArray, *, causal: bool = True, window: int | None = None
+) -> AttentionCall:
+    """The call over b sequences. queries, keys: int64[b] each, tokens per sequence; one array if they are the same
+    rows."""
+    sizes = tuple(zip(queries.tolist(), keys.tolist(), strict=True))
+    bounds = _bounds(queries)
     return AttentionCall(
-        _bounds(queries), _bounds(keys), int(queries.max(initial=0)), int(keys.max(initial=0))
+        causal,
+        window,
+        bounds,
+        bounds if keys is queries else _bounds(keys),
+        int(queries.max(initial=0)),
+        int(keys.max(initial=0)),
+        int(queries.sum()),
+        int(keys.sum()),
+        sizes,
+        (len(sizes), *sizes[0]) if len(set(sizes)) == 1 else None,
     )
 
 
@@ -75,28 +97,30 @@ class AttentionLayout:
     * diagonals: the causal call on the t local rows.
     * rectangles: the call without a mask, or None if there are no earlier keys. Its queries are the local rows
       query_rows, in which a row appears once per run of earlier keys that it attends to. Its keys are the exchanged
-      ones.
+      ones. queries: the inverse of query_rows, by local row.
+    * exchange: on a device None if no rank needs earlier keys.
     * hide_return: whether gradients of exchanged keys travel back during the backward of the diagonals, the same on
       all ranks. If one rank's rectangles end long before another's, its transfer waits on the device and slows the
       diagonals beside it (two H100s: by 4 to 10 ms of 70). In that case all ranks return gradients last.
     * window: the layout of windowed layers, if the model has any.
     * single: the layout of the other layers, if the plan computes them in one call. Diagonals, rectangles and
       exchange are then unused.
-    * cached: keys of earlier chunks for diagonals and rectangles. None if the micro-batch shares no document with
-      another.
+    * cache: keys of earlier chunks for diagonals and rectangles. None if the micro-batch shares no document with
+      another, or if `single` is used.
     """
 
     tokens: int
     longest: int
-    positions: IntArray
+    positions: Array
     diagonals: AttentionCall
     rectangles: AttentionCall | None
-    query_rows: IntArray
-    exchange: ExchangePlan
+    query_rows: Array
+    queries: RowGroups
+    exchange: ExchangePlan | None
     hide_return: bool
     window: WindowLayout | None = None
     single: WindowLayout | None = None
-    cached: CachedKeys | None = None
+    cache: CachedKeys | None = None
 
 
 def attention_layout(plan: ShardPlan, rank: int, window: int | None = None) -> AttentionLayout:
@@ -132,18 +156,21 @@ def attention_layout(plan: ShardPlan, rank: int, window: int | None = None) -> A
     queries = running[last] - running[:-1]
     buffer = _ranges(plan.key_starts[piece] + key_start, plan.key_starts[piece] + start)
     reaches = [_reach(plan, rank_rows) for rank_rows in plan.ranks]
+    tokens, cache = int(size.sum()), None if plan.one_call else cached_keys(plan, rank)
+    (groups,) = row_groups(query_rows, tokens)
     return AttentionLayout(
-        int(size.sum()),
+        tokens,
         int((plan.prefixes + plan.lengths).max()),
         plan.positions(rank),
         varlen_call(size, size),
-        varlen_call(queries, start - key_start) if count else None,
+        varlen_call(queries, start - key_start, causal=False) if count else None,
         query_rows,
-        exchange_plan(plan, rank, reaches, buffer),
+        groups,
+        exchange_plan(plan, rank, reaches, buffer, cache),
         _in_step(plan, reaches),
         None if window is None else window_layout(plan, rank, window),
         window_layout(plan, rank, None) if plan.one_call else None,
-        None if plan.one_call else cached_keys(plan, rank),
+        cache,
     )
 
 
@@ -175,14 +202,13 @@ class WindowLayout:
     bottom-right aligned, over a buffer with each segment's keys, so nothing needs merging. Segments of one piece that
     are closer than the window share keys. Each gets its own copy, so dK and dV are exact, and the owner adds them up.
 
-    size: earlier keys that a query attends to, None for all. call: bottom-right causal, the rank's rows on the
-    exchanged keys. cached: None if the micro-batch shares no document with another.
+    call: bottom-right causal, the rank's rows on the exchanged keys. exchange: on a device None if the keys are the
+    rank's own, in order. cache: None if the micro-batch shares no document with another.
     """
 
-    size: int | None
     call: AttentionCall
-    exchange: ExchangePlan
-    cached: CachedKeys | None = None
+    exchange: ExchangePlan | None
+    cache: CachedKeys | None = None
 
 
 def window_layout(plan: ShardPlan, rank: int, size: int | None) -> WindowLayout:
@@ -192,12 +218,15 @@ def window_layout(plan: ShardPlan, rank: int, size: int | None) -> WindowLayout:
     5 comes from rank 1. Rank 1 holds (0, 2, 6): 4 rows on keys 1 .. 5.
     """
     rows = plan.ranks[rank]
-    return WindowLayout(
-        size,
-        varlen_call(rows[:, 2] - rows[:, 1], rows[:, 2] - _first_key(rows, size)),
-        exchange_buffers(plan, rank, [_buffer(plan, rank_rows, size) for rank_rows in plan.ranks], size),
+    cache, buffers = (
         cached_keys(plan, rank, size),
+        [_buffer(plan, rank_rows, size) for rank_rows in plan.ranks],
     )
+    exchange = exchange_buffers(plan, rank, buffers, cache, size)
+    queries = rows[:, 2] - rows[:, 1]
+    keys = rows[:, 2] - _first_key(rows, size) if exchange.used else queries
+    call = varlen_call(queries, keys, window=size)
+    return WindowLayout(call, exchange, cache)
 
 
 def _first_key(rows: IntArray, size: int | None) -> IntArray:
@@ -211,30 +240,74 @@ def _buffer(plan: ShardPlan, rows: IntArray, size: int | None) -> IntArray:
 
 
 @dataclass(frozen=True)
+class RowGroups:
+    """Which rows of a source belong to which row of a target.
+
+    Target row targets[i] owns source rows members[bounds[i] : bounds[i + 1]], in order, at least one. A member j
+    below 0 is row ~j of a second source, which holds what arrives from other ranks.
+    """
+
+    targets: Array
+    bounds: Array
+    members: Array
+
+
+def row_groups(owner: IntArray, *parts: int, source: IntArray | None = None) -> tuple[RowGroups, ...]:
+    """The groups of each part of the rows that `owner` counts through.
+
+    owner: int64, the target row of each source row. parts: rows of each part. source: int64, the source row of each
+    owner; None: its index.
+
+    Example: owners [3, 0, 3] of 4 rows: targets 0 3, members 1 | 0 2. With parts of 2 and 2 rows: target 0, member 1,
+    then target 1, members 0 2.
+    """
+    counts, members = np.bincount(owner, minlength=sum(parts)), np.argsort(owner, kind="stable")
+    # Half the bytes, where a loader worker sends them.
+    members = (members if source is None else source[members]).astype(np.int32)
+    part_groups, row, member_offset = [], 0, 0
+    for rows in parts:
+        targets = np.flatnonzero(counts[row : row + rows])
+        bounds = np.concatenate(([0], np.cumsum(counts[row + targets])))
+        part_groups.append(RowGroups(targets, bounds, members[member_offset : member_offset + bounds[-1]]))
+        row, member_offset = row + rows, member_offset + bounds[-1]
+    return tuple(part_groups)
+
+
+@dataclass(frozen=True)
 class ExchangePlan:
     """One rank's part in the exchange of one micro-batch.
 
-    * rank: which rank. send_rows: int64[s], the rows that it sends, as indices into the rows that it holds
-      (ShardPlan.held_keys), ordered by receiver.
+    * send_rows: int64[s], the rows that it sends, as indices into the rows that it holds (ShardPlan.held_keys), ordered
+      by receiver.
     * send_counts, recv_counts: rows to and from each rank; 0 for the rank itself.
     * place: int64[n], the source of row i of the key buffer. If place[i] >= 0, it is that row of those that the rank
       holds; else it is row ~place[i] (-1 - place[i]) of all that arrives, ordered by sender.
-    * remote: whether any rank sends anything to another. If not, no rank communicates.
+    * arrivals: the buffer rows of what arrives, in order of arrival; their gradients go back.
+    * returns: for each of the rank's own rows, then for each row of CachedKeys.takes, the rows whose gradients belong
+      to it: buffer rows, and below 0 the rows that come back.
+    * remote: some rank sends something to another. If not, no rank communicates.
+    * used: some rank does, or this one reads keys from a buffer.
+
+    On a device, send_rows and arrivals are slices if their rows are consecutive (a view suffices).
     """
 
-    rank: int
-    send_rows: IntArray
+    send_rows: Array
     send_counts: tuple[int, ...]
     recv_counts: tuple[int, ...]
-    place: IntArray
+    place: Array
+    arrivals: Array
+    returns: tuple[RowGroups, ...]
     remote: bool
+    used: bool
 
 
-def exchange_plan(plan: ShardPlan, rank: int, reaches: Sequence[IntArray], buffer: IntArray) -> ExchangePlan:
+def exchange_plan(
+    plan: ShardPlan, rank: int, reaches: Sequence[IntArray], buffer: IntArray, cache: CachedKeys | None
+) -> ExchangePlan:
     """The part of `rank` in the exchange.
 
     reaches: for each rank, int64[pieces], how many first keys of each piece it needs. buffer: int64[n], the keys that
-    `rank` needs, numbered as in ShardPlan.key_index, in the order in which it wants them.
+    `rank` needs, numbered as in ShardPlan.key_index, in the order in which it wants them. `cache` has its cached keys.
 
     Example: pieces [4]; rank 0 holds (0, 0, 1) (0, 3, 4), rank 1 (0, 1, 3); rank 0 needs 3 tokens, rank 1 needs 1.
     Rank 0 sends row 0 to rank 1. Rank 1 sends rows 0, 1 to rank 0, whose buffer is its own row 0, then both.
@@ -252,7 +325,12 @@ def exchange_plan(plan: ShardPlan, rank: int, reaches: Sequence[IntArray], buffe
     comes_from[remote_index] = ~np.arange(len(remote_index))
     needed_keys = sum(int(reach.sum()) for reach in reaches)
     at_home = sum(int(_inside(rows, reach).sum()) for rows, reach in zip(held_rows, reaches, strict=True))
-    return _part(rank, sent_rows, map(len, arrived), comes_from[buffer], needed_keys > at_home)
+    parts, remote = _parts(plan, rank, cache), needed_keys > at_home
+    return exchange_part(
+        *(rank, sent_rows, map(len, arrived), comes_from[buffer], parts),
+        remote=remote,
+        used=remote or len(buffer) > 0,
+    )
 
 
 def _inside(rows: IntArray, reach: IntArray) -> IntArray:
@@ -266,12 +344,16 @@ def _first_tokens(first: IntArray, rows: IntArray, reach: IntArray) -> IntArray:
 
 
 def exchange_buffers(
-    plan: ShardPlan, rank: int, buffers: Sequence[IntArray], window: int | None = None
+    plan: ShardPlan,
+    rank: int,
+    buffers: Sequence[IntArray],
+    cache: CachedKeys | None,
+    window: int | None = None,
 ) -> ExchangePlan:
     """The part of `rank` if each rank wants any keys, in any order and any number of times.
 
-    `buffers` has for each rank, int64[n], the keys it wants, numbered as in ShardPlan.key_index. The layers' `window`
-    decides which ranks hold keys of prefixes.
+    `buffers` has for each rank, int64[n], the keys it wants, numbered as in ShardPlan.key_index. `cache` has those that
+    `rank` has cached. The layers' `window` decides which ranks hold keys of prefixes.
 
     Example: tokens [0, 1] on rank 0 and [2, 3] on rank 1; rank 0 wants 1 2 1. Rank 1 sends it row 0. Rank 0's buffer
     is its own row 1, the row that arrived, and row 1 again.
@@ -290,15 +372,48 @@ def exchange_buffers(
         for tokens, holders, away in zip(buffers, owners, elsewhere, strict=True)
     ]
     received = np.bincount(owners[rank][arriving], minlength=plan.cp_size).tolist()
-    return _part(rank, sent_rows, received, place, any(bool(away.any()) for away in elsewhere))
+    remote = any(bool(away.any()) for away in elsewhere)
+    parts = _parts(plan, rank, cache)
+    # Without any exchange all pieces are whole on a rank, and its keys are its own, in order.
+    used = remote or len(parts) > 1
+    return exchange_part(rank, sent_rows, received, place, parts, remote=remote, used=used)
 
 
-def _part(
-    rank: int, sent_rows: Sequence[IntArray], received: Iterable[int], place: IntArray, remote: bool
+def _parts(plan: ShardPlan, rank: int, cache: CachedKeys | None) -> list[int]:
+    """Rows of each part that a rank holds: its own, then those of each entry that it reads from its cache."""
+    return [plan.tokens_per_rank[rank], *(take.rows for take in (cache.takes if cache else ()))]
+
+
+def exchange_part(
+    rank: int,
+    sent_rows: Sequence[IntArray],
+    received: Iterable[int],
+    place: IntArray,
+    parts: Sequence[int],
+    *,
+    remote: bool,
+    used: bool,
 ) -> ExchangePlan:
-    return ExchangePlan(
-        rank, np.concatenate(sent_rows), tuple(map(len, sent_rows)), tuple(received), place, remote
-    )
+    """The part of `rank`.
+
+    Args:
+        sent_rows: int64 each, the rows that go to each rank.
+        received: rows from each rank.
+        place, remote, used: see ExchangePlan.
+        parts: rows of each target of what comes back; sent_rows count through them.
+    """
+    send_rows, send_counts = np.concatenate(sent_rows), tuple(map(len, sent_rows))
+    local, arriving, first = np.flatnonzero(place >= 0), np.flatnonzero(place < 0), sum(send_counts[:rank])
+    returns: tuple[RowGroups, ...] = ()
+    if used:
+        # In rank order, so that a sum does not depend on which of its rows come from other ranks.
+        back = ~np.arange(len(send_rows))
+        owner = np.concatenate((send_rows[:first], place[local], send_rows[first:]))
+        source = np.concatenate((back[:first], local, back[first:]))
+        returns = row_groups(owner, *parts, source=source)
+    # Example: place [~1, 0, ~0] has arrivals 2 0.
+    arrivals = arriving[np.argsort(~place[arriving])]
+    return ExchangePlan(send_rows, send_counts, tuple(received), place, arrivals, returns, remote, used)
 
 
 class Taken(NamedTuple):
@@ -309,14 +424,19 @@ class Taken(NamedTuple):
     rows: int
 
 
-class Kept(NamedTuple):
-    """A piece whose keys the rank keeps for later micro-batches. rows: int64[k], the rank's own rows of it."""
+@dataclass(frozen=True)
+class Kept:
+    """A piece whose keys the rank keeps for later micro-batches.
+
+    rows: int64[k], the rank's own rows of it; None if these are all its rows, in order, of which none need be copied.
+    """
 
     piece: int
-    rows: IntArray
+    rows: Array | None
 
 
-class CachedKeys(NamedTuple):
+@dataclass(frozen=True)
+class CachedKeys:
     """What a layer reads from its key cache, and adds to it, in one micro-batch on one rank.
 
     `takes` is in the order in which their rows follow the rank's own in ShardPlan.held_keys. `prefixed` says that some
@@ -357,5 +477,5 @@ def cached_keys(plan: ShardPlan, rank: int, window: int | None = None) -> Cached
             skip = np.clip(first_seen - own_rows[mine, 1], 0, size[mine])
         rows = _ranges(first_row[mine] + skip, first_row[mine] + size[mine])
         if len(rows):
-            keeps.append(Kept(piece, rows))
+            keeps.append(Kept(piece, None if len(rows) == size.sum() else rows))
     return CachedKeys(plan.chunks.micro_batch, tuple(takes), tuple(keeps), bool(plan.prefixes.any()))

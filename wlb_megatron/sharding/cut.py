@@ -281,13 +281,11 @@ H200 with cuDNN, where second_call is 110 us: one call took 75 us longer than pr
 (docs/results/1x_h200/fa4)."""
 
 
-def predict(plan: ShardPlan, table: KernelTable) -> IntArray:
-    """int64[cp]: nanoseconds, forward + backward, of one layer's attention and exposed exchange on each rank."""
-    return predict_all([plan], table)[0]
-
-
 def predict_all(plans: Sequence[ShardPlan], table: KernelTable) -> IntArray:
-    """int64[plans, cp]: the predictions of plans of one CP size, in nanoseconds, in one pass. See `predict`."""
+    """int64[plans, cp]: nanoseconds, forward + backward, of one layer's attention and exposed exchange on each rank.
+
+    All `plans` have one CP size.
+    """
     times = in_two_calls(plans, table)
     one_call = [index for index, plan in enumerate(plans) if plan.one_call]
     if one_call:

@@ -394,7 +394,6 @@ class Job:
                 stage,
                 cost,
                 fixed=fixed_groups(plan, layout.context),
-                seconds=config.solver_seconds,
                 pipeline=layout.pipeline,
                 multiple=layout.micro_step_multiple,
             )

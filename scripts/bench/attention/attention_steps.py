@@ -13,7 +13,7 @@ from torch import Tensor
 
 from scripts.bench.attention.attention_bench import KERNELS, Step, layers_of, leaves, padded_to
 from wlb_megatron.attention import kv_exchange
-from wlb_megatron.attention.device_layout import DeviceExchange, DeviceLayout, device_layout
+from wlb_megatron.attention.device_layout import device_layout
 from wlb_megatron.attention.kernels.row_sums import apart, side_by_side
 from wlb_megatron.attention.sharded_attention import Kernels, LayerSettings, sharded_attention
 from wlb_megatron.sharding.attention_calls import AttentionLayout, ExchangePlan, attention_layout
@@ -32,10 +32,7 @@ class Way:
     sink: Tensor | None = None
     keep_keys: bool = True
 
-    def exchange(self, layout: AttentionLayout) -> ExchangePlan:
-        return (layout.window or layout.single or layout).exchange
-
-    def on_device(self, layout: DeviceLayout) -> DeviceExchange | None:
+    def exchange(self, layout: AttentionLayout) -> ExchangePlan | None:
         return (layout.window or layout.single or layout).exchange
 
 
@@ -83,12 +80,13 @@ def share(
     layouts = _layouts(plan, way.window)
     for sender, made in enumerate(layouts):
         theirs = way.exchange(made)
+        assert theirs is not None
         begin = sum(theirs.send_counts[:rank])
         rows = theirs.send_rows[begin : begin + theirs.send_counts[rank]]
         arriving.append(plan.packed_index(sender)[rows])
     packed = torch.from_numpy(np.concatenate(arriving)).cuda()
     layout = device_layout(layouts[rank], "cuda")
-    exchange = way.on_device(layout)
+    exchange = way.exchange(layout)
     group = Simulated(kv[packed], exchange.send_counts if exchange else ())
     step, index = sharded_step(layout, plan.packed_index(rank), x, group, way)
 
@@ -111,7 +109,7 @@ def _layouts(plan: ShardPlan, window: int | None) -> list[AttentionLayout]:
 
 
 def sharded_step(
-    layout: DeviceLayout, packed: np.ndarray, x: SimpleNamespace, group: Any, way: Way = PLAIN
+    layout: AttentionLayout, packed: np.ndarray, x: SimpleNamespace, group: Any, way: Way = PLAIN
 ) -> tuple[Step, Tensor]:
     """A rank's step over a group, and the packed rows of its tokens."""
     index = torch.from_numpy(packed).cuda()

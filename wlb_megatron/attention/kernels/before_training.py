@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from wlb_megatron.attention.device_layout import DeviceCall
 from wlb_megatron.attention.kernels.row_sums import side_by_side
 from wlb_megatron.attention.kernels.torch_backend import TorchKernels
 from wlb_megatron.attention.sharded_attention import Kernels
@@ -66,7 +65,7 @@ def warm_up(
 
 def _warming_call(
     causal: bool, window: int | None, size: Bucket | Equal, device: torch.device | str
-) -> DeviceCall:
+) -> AttentionCall:
     count, queries, keys = size
     if isinstance(size, Equal):
         return device_call([(queries, keys)] * count, device, causal=causal, window=window, equal=size)
@@ -77,7 +76,7 @@ def _warming_call(
 class _Once(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, kv: Tensor, call: DeviceCall, kernels: Kernels, scale: float, recompute: bool
+        ctx: Any, q: Tensor, kv: Tensor, call: AttentionCall, kernels: Kernels, scale: float, recompute: bool
     ) -> Tensor:
         out, lse = kernels.forward(call, q, kv, scale)
         ctx.save_for_backward(q, kv, out, lse)
@@ -131,7 +130,7 @@ def worst_error(kernels: Any, dtype: torch.dtype, device: torch.device | str, di
     return largest_error
 
 
-def _calls(device: torch.device | str) -> Iterator[DeviceCall]:
+def _calls(device: torch.device | str) -> Iterator[AttentionCall]:
     """The kinds of call: diagonals, rectangles, one call instead of two, windows, and a batch of equal sequences."""
     whole_sizes, cut_sizes = [(9, 9), (1, 1), (190, 190), (64, 64)], [(64, 128), (5, 300), (70, 70)]
     yield device_call(whole_sizes, device, causal=True)
@@ -152,7 +151,7 @@ def device_call(
     equal: tuple[int, int, int] | None = None,
     rows: tuple[int, int] | None = None,
     same_rows: bool = True,
-) -> DeviceCall:
+) -> AttentionCall:
     """A call of sequences of these queries and keys. rows: those of all, if buffers have more. same_rows: queries are
     the keys, if they are equally many; the mask depends on it (te_backend.py)."""
     queries, keys = zip(*sizes, strict=True)
@@ -162,7 +161,7 @@ def device_call(
     )
     bounds_kv = bounds_q if same_rows and q_rows == kv_rows else bounds_kv
     longest = max(queries), max(keys)
-    return DeviceCall(causal, window, bounds_q, bounds_kv, *longest, q_rows, kv_rows, tuple(sizes), equal)
+    return AttentionCall(causal, window, bounds_q, bounds_kv, *longest, q_rows, kv_rows, tuple(sizes), equal)
 
 
 class Bucket(NamedTuple):
@@ -184,7 +183,7 @@ def sequences_like(count: int) -> int:
     return max(32, _power(count)) if count <= 512 else -(-count // 512) * 512
 
 
-def buffer_rows(call: DeviceCall) -> tuple[int, int]:
+def buffer_rows(call: AttentionCall) -> tuple[int, int]:
     """Rows of a call's buffers: of rectangles' queries and exchanged keys, which are copied, some to spare, so that few
     graphs serve all. A rank's own rows are not copied."""
     same_rows = call.cu_seqlens_q is call.cu_seqlens_kv
@@ -233,7 +232,9 @@ def repeated(layout: AttentionLayout, *, windowed: bool) -> list[Warmable]:
     """Of a micro-batch that comes again and again, the calls with equal sequences: a full or a windowed layer's."""
     one_call = layout.window if windowed else layout.single
     if one_call:
-        calls: list[tuple[bool, int | None, AttentionCall | None]] = [(True, one_call.size, one_call.call)]
+        calls: list[tuple[bool, int | None, AttentionCall | None]] = [
+            (True, one_call.call.window, one_call.call)
+        ]
     else:
         calls = [] if windowed else [(True, None, layout.diagonals), (False, None, layout.rectangles)]
     return [(causal, window, Equal(*call.equal)) for causal, window, call in calls if call and call.equal]

@@ -26,9 +26,9 @@ import torch
 from flash_attn.cute import interface
 from torch import Tensor
 
-from wlb_megatron.attention.device_layout import DeviceCall
 from wlb_megatron.attention.kernels.kernel_choice import narrow_values
 from wlb_megatron.attention.kernels.row_sums import KV, apart, empty_like
+from wlb_megatron.sharding.attention_calls import AttentionCall
 
 LEAST_LONGEST = 512
 """The kernels are given at least this as the longest sequence. If all sequences fit into one tile, they would compile
@@ -47,10 +47,10 @@ class FlashAttention4Kernels:
     def takes(self, dim: int, v_dim: int) -> bool:
         return narrow_values(dim, v_dim)
 
-    def buffer_rows(self, call: DeviceCall) -> tuple[int, int]:
+    def buffer_rows(self, call: AttentionCall) -> tuple[int, int]:
         return call.q_rows, call.kv_rows
 
-    def forward(self, call: DeviceCall, q: Tensor, kv: KV, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, call: AttentionCall, q: Tensor, kv: KV, scale: float) -> tuple[Tensor, Tensor]:
         k, v = apart(kv, q.shape[-1])
         kind = _kind(call, scale, q, k, v)
         if launches := self._compiled.get(kind):
@@ -66,7 +66,7 @@ class FlashAttention4Kernels:
         return out, lse.t()  # lse is by heads, [heads, rows]
 
     def backward(
-        self, call: DeviceCall, q: Tensor, kv: KV, out: Tensor, lse: Tensor, dout: Tensor, scale: float
+        self, call: AttentionCall, q: Tensor, kv: KV, out: Tensor, lse: Tensor, dout: Tensor, scale: float
     ) -> tuple[Tensor, KV]:
         (k, v), dkv, lse = apart(kv, q.shape[-1]), empty_like(kv), lse.t().contiguous()
         dk, dv = apart(dkv, q.shape[-1])
@@ -158,7 +158,7 @@ def _noted() -> Iterator[list[_Launch]]:
                 function.compile_cache = cache
 
 
-def _kind(call: DeviceCall, scale: float, *tensors: Tensor) -> tuple[Any, ...] | None:
+def _kind(call: AttentionCall, scale: float, *tensors: Tensor) -> tuple[Any, ...] | None:
     """What decides the compiled kernels and their constant arguments, as read in flash-attn 4.0.0b36 for Hopper.
 
     The registry allows no other version. Dtype, heads, channels, mask and window decide kernels and tiles. Keys are
@@ -207,7 +207,7 @@ def _buffers(
     return ends[-4], ends[-1], places[-3:] + places[:-3]
 
 
-def _options(call: DeviceCall, scale: float) -> dict[str, Any]:
+def _options(call: AttentionCall, scale: float) -> dict[str, Any]:
     """Bounds, scale and mask. A causal mask is bottom-right: the last query sees the last key."""
     return {
         "cu_seqlens_q": call.cu_seqlens_q,

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from wlb_megatron.attention.device_layout import RowGroups
+from wlb_megatron.sharding.attention_calls import RowGroups
 
 KV = TypeVar("KV", Tensor, tuple[Tensor, Tensor])
 """One row per key, as side_by_side makes them, or a pair of contiguous keys and values."""

@@ -13,7 +13,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 from triton.runtime import driver  # type: ignore[import-untyped]
 
-from wlb_megatron.attention.device_layout import RowGroups
+from wlb_megatron.sharding.attention_calls import RowGroups
 
 Four = tuple[Tensor, Tensor, Tensor, Tensor]
 

@@ -18,10 +18,10 @@ from transformer_engine.pytorch.cpp_extensions.fused_attn import (
     fused_attn_fwd,
 )
 
-from wlb_megatron.attention.device_layout import DeviceCall
 from wlb_megatron.attention.kernels.before_training import buffer_rows, sequences_like
 from wlb_megatron.attention.kernels.row_sums import apart, side_by_side
 from wlb_megatron.errors import WlbError
+from wlb_megatron.sharding.attention_calls import AttentionCall
 
 _BACKEND = FusedAttnBackend["F16_arbitrary_seqlen"]
 # A token's keys and values side by side, [t, 2, kv heads, dim]. Not possible with two different head dims.
@@ -72,10 +72,10 @@ class TransformerEngineKernels:
         """cuDNN 9.19 on Hopper takes any head dims up to 128, and DeepSeek's 192 / 128."""
         return v_dim % 8 == 0 and (dim <= 128 or (dim, v_dim) == (192, 128))
 
-    def buffer_rows(self, call: DeviceCall) -> tuple[int, int]:
+    def buffer_rows(self, call: AttentionCall) -> tuple[int, int]:
         return buffer_rows(call)
 
-    def forward(self, call: DeviceCall, q: Tensor, kv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, call: AttentionCall, q: Tensor, kv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         form, (q, k, v) = self._form(call, q, kv)
         inputs = q, k, v, q.dtype, _BACKEND
         out, (stats, self._rng, *_) = fused_attn_fwd(
@@ -87,7 +87,7 @@ class TransformerEngineKernels:
         return out.flatten(0, 1), stats.squeeze(-1).transpose(1, 2).flatten(0, 1).contiguous()
 
     def backward(
-        self, call: DeviceCall, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, dout: Tensor, scale: float
+        self, call: AttentionCall, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, dout: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
         form, (q, k, v) = self._form(call, q, kv)
         stats = lse.unsqueeze(-1)
@@ -129,17 +129,19 @@ class TransformerEngineKernels:
         shape, stride = (len(dk), 2, heads, dim), (2 * heads * dim, heads * dim, dim, 1)
         return dq, dk.as_strided(shape, stride, dk.storage_offset())
 
-    def expect(self, call: DeviceCall, q: Tensor, kv: Tensor) -> None:
+    def expect(self, call: AttentionCall, q: Tensor, kv: Tensor) -> None:
         """Sends such calls to the kernels for a batch of equal sequences from now on, so their graph must be worth
         building.
         """
         _expected.add(self._key(call, q, kv))
 
-    def _key(self, call: DeviceCall, q: Tensor, kv: Tensor) -> tuple[Any, ...]:
+    def _key(self, call: AttentionCall, q: Tensor, kv: Tensor) -> tuple[Any, ...]:
         shapes = self.deterministic, q.shape[1:], kv.shape[1:]
         return call.equal, *_mask(call), *shapes
 
-    def _form(self, call: DeviceCall, q: Tensor, kv: Tensor) -> tuple[_Form, tuple[Tensor, Tensor, Tensor]]:
+    def _form(
+        self, call: AttentionCall, q: Tensor, kv: Tensor
+    ) -> tuple[_Form, tuple[Tensor, Tensor, Tensor]]:
         """The form in which the call is made, with its queries, keys and values in that form."""
         k, v = apart(kv, q.shape[-1])
         layouts = _PAIRED if kv.dim() == 4 else _SINGLE
@@ -197,7 +199,7 @@ def _batch(x: Tensor, count: int, rows: int) -> Tensor:
     return x[: count * rows].unflatten(0, (count, rows))
 
 
-def _mask(call: DeviceCall) -> tuple[str, tuple[int, int]]:
+def _mask(call: AttentionCall) -> tuple[str, tuple[int, int]]:
     """Mask and window under Transformer Engine's names; "padding" means that sequences have their own lengths.
 
     If there are as many queries as keys, the top-left mask equals the bottom-right one, and its backward is faster.

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from wlb_megatron.attention.device_layout import DeviceCall
 from wlb_megatron.attention.kernels.row_sums import KV, apart, empty_like
+from wlb_megatron.sharding.attention_calls import AttentionCall
 
 
 class TorchKernels:
@@ -19,10 +19,10 @@ class TorchKernels:
     def takes(self, dim: int, v_dim: int) -> bool:
         return True
 
-    def buffer_rows(self, call: DeviceCall) -> tuple[int, int]:
+    def buffer_rows(self, call: AttentionCall) -> tuple[int, int]:
         return call.q_rows, call.kv_rows
 
-    def forward(self, call: DeviceCall, q: Tensor, kv: KV, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, call: AttentionCall, q: Tensor, kv: KV, scale: float) -> tuple[Tensor, Tensor]:
         k, v = apart(kv, q.shape[-1])
         out = q.new_empty((*q.shape[:2], v.shape[-1]))
         lse = q.new_empty(q.shape[:2], dtype=_wide(q))
@@ -34,7 +34,7 @@ class TorchKernels:
         return out, lse
 
     def backward(
-        self, call: DeviceCall, q: Tensor, kv: KV, out: Tensor, lse: Tensor, dout: Tensor, scale: float
+        self, call: AttentionCall, q: Tensor, kv: KV, out: Tensor, lse: Tensor, dout: Tensor, scale: float
     ) -> tuple[Tensor, KV]:
         dq, dkv = torch.empty_like(q), empty_like(kv)
         (k, v), (dk, dv) = apart(kv, q.shape[-1]), apart(dkv, q.shape[-1])
@@ -55,14 +55,14 @@ class TorchKernels:
         return dq, dkv
 
 
-def _sequences(call: DeviceCall) -> Iterator[tuple[slice, slice]]:
+def _sequences(call: AttentionCall) -> Iterator[tuple[slice, slice]]:
     row = key = 0
     for queries, keys in call.sizes:
         yield slice(row, row + queries), slice(key, key + keys)
         row, key = row + queries, key + keys
 
 
-def _scores(call: DeviceCall, q: Tensor, k: Tensor, scale: float) -> Tensor:
+def _scores(call: AttentionCall, q: Tensor, k: Tensor, scale: float) -> Tensor:
     """[kv heads, heads per kv head, queries, keys], masked."""
     wide_dtype = _wide(q)
     scores = torch.einsum("qghd,kgd->ghqk", _group(q, k.shape[1]).to(wide_dtype), k.to(wide_dtype)) * scale

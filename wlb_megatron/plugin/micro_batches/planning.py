@@ -292,11 +292,6 @@ class PlanAhead:
                 self._made.get(timeout=0.02)
 
     @property
-    def ready(self) -> int:
-        """Iterations planned and not yet asked for."""
-        return self._made.qsize()
-
-    @property
     def pace(self) -> float | None:
         """Seconds from one plan's use to the next one's, the median of the last few; None before there are any."""
         steps = sorted(self._steps)

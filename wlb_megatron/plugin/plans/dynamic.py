@@ -20,7 +20,7 @@ from megatron.core import parallel_state
 
 from wlb_megatron.child import Child
 from wlb_megatron.dynamic.plan import GroupCost, Stage, StepPlan, fixed_groups, group_cost, token_ns
-from wlb_megatron.dynamic.plan_step import FIXED, GREEDY, LATE, SOLVER, Outcome, outcomes, plan_step
+from wlb_megatron.dynamic.plan_step import FIXED, GREEDY, LATE, Outcome, outcomes, plan_step
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.plan import IterationPlan, PlanSummary
 from wlb_megatron.plugin.logs.prediction import PredictGroups, group_predictor
@@ -39,9 +39,7 @@ from wlb_megatron.plugin.stores import PlanStore
 from wlb_megatron.sharding.cut import cut, pad
 from wlb_megatron.workload.assumptions import Assumptions
 
-SOURCES = (GREEDY, SOLVER, FIXED, LATE)
-SPARE_PLANS = 2
-"""Plans made and not asked for from which on rank 0 takes the time for a solver."""
+SOURCES = (GREEDY, FIXED, LATE)
 
 PATIENCE = 0.05
 """Seconds that training waits for better groups, once it trains; then the fixed ones serve."""
@@ -93,15 +91,13 @@ def training_plans(
         group_planner = GroupPlanner(work)
 
     def plan(tokens: list[int], fixed: StepPlan) -> Outcome:
-        """Rank 0's groups of an iteration: a plan takes as long as an iteration does, of which a solver gets at most
-        solver_seconds, and none where training may soon ask. Once it trains, training does not wait: it gets the fixed
-        groups."""
+        """Rank 0's groups of an iteration: a plan takes as long as an iteration does. Once it trains, training does not
+        wait: it gets the fixed groups."""
         assert group_planner is not None
         plans = plan_ahead()
         return group_planner.plan(
             tokens,
             fixed,
-            config.solver_seconds if plans.ready >= SPARE_PLANS else 0.0,
             budget=math.inf if plans.pace is None else plans.pace,
             hurry=lambda: plans.pace is not None and plans.waiting > PATIENCE,
         )
@@ -134,24 +130,22 @@ class GroupPlanner:
         self,
         tokens: list[int],
         fixed: StepPlan,
-        seconds: float,
         budget: float = math.inf,
         hurry: Callable[[], bool] = lambda: False,
     ) -> Outcome:
         """See dynamic.plan_step.plan_step. The fixed groups, marked late, if `hurry` says so before the child has
-        answered. Planned here, greedily, if there is no child."""
+        answered. Planned here if there is no child."""
         request = {"tokens": tokens, "fixed": fixed, "budget": budget}
-        # Nothing is predicted of the groups that are always ready.
-        late = Outcome(fixed, LATE, priced=0, bound=0, predicted=1, fixed=1)
         try:
             if self._child is not None:
-                if self._asked and self._child.receive(hurry) is None:
-                    return late  # still busy with an earlier iteration, for which it is too late
-                self._child.send({**request, "seconds": seconds})
-                self._asked = True
-                outcome: Outcome | None = self._child.receive(hurry)
-                self._asked = outcome is None
-                return late if outcome is None else outcome
+                outcome: Outcome | None = None
+                # Else it is still busy with an earlier iteration, for which it is too late.
+                if not self._asked or self._child.receive(hurry) is not None:
+                    self._child.send(request)
+                    outcome = self._child.receive(hurry)
+                    self._asked = outcome is None
+                # Nothing is predicted of the groups that are always ready.
+                return outcome or Outcome(fixed, LATE, predicted=1, fixed=1)
         except (OSError, RuntimeError) as error:
             self._give_up(error)
         return self._plan(**request)
@@ -161,8 +155,7 @@ class GroupPlanner:
             self._child.kill()
         self._child, self._asked = None, False
         print(
-            f"WARNING: wlb_megatron: the planning process does not answer ({error}); groups are planned without a "
-            "solver, by the training process",
+            f"WARNING: wlb_megatron: the planning process does not answer ({error}); the training process plans groups",
             flush=True,
         )
 
