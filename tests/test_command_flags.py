@@ -78,7 +78,6 @@ QUICK = "analyze --no-split --search none"
 
 ELSEWHERE = {
     "json": "is how all others are looked at",
-    "trace": "is taken for the last time: test_simulator_schemes.py",
     "profile": "test_simulator_profile.py",
     "gpu-memory": "test_job_flags.py",
     "qk-layernorm": "is of memory alone: test_recompute_memory.py",
@@ -268,7 +267,7 @@ analyze --num-experts 4 --expert-model-parallel-size 4 --dp 2 => 2 ranks (--tp x
 analyze --num-experts 4 --expert-tensor-parallel-size 4 => 1 ranks (--tp x --cp x --dp) are not a multiple
 analyze --num-experts 2 --moe-router-topk 3 => --moe-router-topk 3 is above --num-experts 2
 # choices, places and commands that there are not
-inspect --packing best => invalid choice: 'best' (choose from 'original', 'fixed-greedy', 'varlen')
+inspect --packing best => invalid choice: 'best' (choose from 'original', 'varlen')
 inspect --sharding best => invalid choice: 'best'
 inspect --unknown 1 => unrecognized arguments: --unknown
 {} --data-path c => cannot read index c.idx
@@ -393,7 +392,7 @@ def test_the_help_of_every_flag_says_what_it_is_and_its_default(monkeypatch):
 
     monkeypatch.setattr(CommandParser, "parse_args", stop)
     assert main([]) == 2 == reproduction.main([]) == run_script("corpus", add_corpus, [])
-    assert len(parsers) == 8
+    assert len(parsers) == 7
     for command, parser in parsers.items():
         for action in parser._actions:
             text = action.help or ""

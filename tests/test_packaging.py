@@ -38,13 +38,11 @@ def _run(command: list[str], folder: Path) -> str:
     return done.stdout
 
 
-def test_the_wheel_holds_the_package_and_the_patches_and_nothing_else(wheel):
+def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     parts = [path for kind in ("*.py", "*.json") for path in (ROOT / "wlb_megatron").rglob(kind)]
     assert {str(path.relative_to(ROOT)) for path in parts} <= set(names)
     assert "wlb_megatron/workload/tables/h100.json" in names
-    patches = {f"wlb_megatron/{path.relative_to(ROOT)}" for path in (ROOT / "patches").rglob("*.patch")}
-    assert patches <= set(names)
     folders = {name.split("/")[0].removesuffix(".dist-info") for name in names}
     assert folders == {"wlb_megatron", wheel.name.split("-py3")[0]}
 

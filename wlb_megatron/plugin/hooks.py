@@ -64,7 +64,7 @@ def _wrap_training_log(original: Original, *args: Any, **kwargs: Any) -> Any:
     resume.note_applied()
     flops.take_mean(arguments)
     result = original(**arguments)
-    metrics.report_iteration(arguments["iteration"], arguments["skipped_iter"])
+    metrics.report_iteration(arguments["skipped_iter"])
     return result
 
 

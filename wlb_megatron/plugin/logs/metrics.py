@@ -119,7 +119,7 @@ def stepped(
         part(Figures).pending = ({**figures, "iteration": iteration}, step_start)
 
 
-def report_iteration(iteration: int, skipped: int) -> None:
+def report_iteration(skipped: int) -> None:
     """After training_log: the plugin's own figures of the iteration. skipped: whether its update was thrown away."""
     from megatron.training import get_args
 
