@@ -12,10 +12,11 @@ import traceback
 from pathlib import Path
 
 from wlb_megatron.plugin import hooks
+from wlb_megatron.plugin.take_over import KEPT_CHOICES
 
 
 def last_line(arguments: list[str], world: int) -> str:
-    """The last line that the command prints, or "accepted"."""
+    """The last line that the command prints, or "accepted", with the sizes for which cuBLAS then keeps kernels."""
     from megatron.training import arguments as megatron
 
     os.environ |= {"WORLD_SIZE": str(world), "RANK": "0", "LOCAL_RANK": "0"}
@@ -34,7 +35,8 @@ def last_line(arguments: list[str], world: int) -> str:
         )
     except Exception:
         return "Traceback: " + traceback.format_exc().strip().splitlines()[-1]
-    return "accepted"
+    kept = os.environ.pop(KEPT_CHOICES, None)
+    return "accepted" if kept is None else f"accepted, {kept} sizes"
 
 
 if __name__ == "__main__":

@@ -158,17 +158,20 @@ def lines(corpus, tmp_path_factory):
         before = [] if "--data-path" in words or "--mock-data" in words else ["--data-path", str(corpus)]
         cases.append({"flags": [*good, *before, *words], "world": 4 if "-size 4" in wrong else 1})
     cases.append({"flags": readme_command(corpus, folder), "world": 8})
+    experts = f"{MOE} --moe-token-dispatcher-type alltoall --data-path {corpus}"
+    cases.append({"flags": [*good, *experts.split()], "world": 1})
     (folder / "cases.json").write_text(json.dumps(cases))
     judge, given = [str(ROOT / "tests" / "refused_flags.py")], [str(folder / "cases.json")]
     done = forked_ranks.run(judge, given, 1, cpu_environment(), timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    return dict(zip(["", *WRONG, "README"], json.loads(done.stdout.splitlines()[-1]), strict=True))
+    return dict(zip(["", *WRONG, "README", "experts"], json.loads(done.stdout.splitlines()[-1]), strict=True))
 
 
 @pytest.mark.megatron
 def test_right_command_lines_are_accepted_and_each_wrong_one_gets_its_line(lines):
     """One test, so that the process that judges all of them starts once, however tests are dealt out."""
     assert lines[""] == lines["README"] == "accepted"
+    assert lines["experts"] == "accepted, 200000 sizes"
     assert len(WRONG) >= 60
     missed = {wrong: lines[wrong] for wrong, wanted in WRONG.items() if not _says(lines[wrong], wanted)}
     assert not missed

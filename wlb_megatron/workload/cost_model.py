@@ -129,10 +129,11 @@ LAUNCH_NS = (2.7e6, 3.3e6)
 EXPERTS_NS = (2.7e6, 2.8e6)
 """What a layer with experts adds to that: from a Qwen3-30B-A3B layer (docs/results/1x_h200/expert_layers.csv)."""
 
-EXPERT_NS, ONE_KERNEL_NS = (0.1e6, 0.28e6), (0.0, 0.24e6)
+EXPERT_NS, ONE_KERNEL_NS = (0.08e6, 0.20e6), (0.0, 0.24e6)
 """What each expert of a rank adds: two products forward, four and two sums of gradients backward. Where one kernel
 multiplies all experts, weights' gradients have a product each still. From steps of one H200
-(docs/results/1x_h200/expert_steps.csv)."""
+(docs/results/1x_h200/expert_steps.csv): 0.1 and 0.28 ms, of which 0.1 ms went into choosing kernels that cuBLAS had
+chosen before (expert_kernel_choices.csv there). Training keeps those choices now."""
 
 EXPERTS_EXCHANGE_NS = 7e6
 """What exchanging rows with the experts of other ranks adds to each way of such a layer's launch: EP2 on two hosts, one
