@@ -29,7 +29,7 @@ scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 export XDG_CACHE_HOME="$scratch/cache" # checks of untried versions run here, and are forgotten
 export OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore CUDA_DEVICE_MAX_CONNECTIONS=1 TORCHDYNAMO_DISABLE=1
-export PYTHONPATH="$root/wlb_megatron/cpu:$root"
+export PYTHONPATH="$root/wlb_megatron/cpu:$root:$root/tests/stand_ins"
 
 flags=$("$python" -c 'from scripts import megatron_job as job; print(job.MODEL, job.MACHINE, job.TRAINING)' | tr '\n' ' ')
 "$python" -c 'import sys, pathlib; from scripts import megatron_job as job; job.build_python_corpus(pathlib.Path(sys.argv[1]))' \
@@ -39,7 +39,7 @@ flags=$("$python" -c 'from scripts import megatron_job as job; print(job.MODEL, 
     { cat "$scratch/pip.log"; exit 1; }
 
 # The same layers as those of the flags, in a HybridModel.
-hybrid=(--spec wlb_megatron.plugin.model.local_hybrid stack --hybrid-layer-pattern "*-*-*-*-")
+hybrid=(--spec scripts.local_hybrid stack --hybrid-layer-pattern "*-*-*-*-")
 reference=""
 failed=0
 train() { # train NAME MEGATRON ENTRY..: a row of the table

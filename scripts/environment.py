@@ -11,8 +11,10 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def cpu_environment() -> dict[str, str]:
-    """This process's environment with the CUDA shim and the package on PYTHONPATH, one thread a process."""
-    paths = [str(ROOT / "wlb_megatron" / "cpu"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    """This process's environment with the CUDA shim, the package and stand-ins for packages that need a GPU on
+    PYTHONPATH, one thread a process."""
+    own = [str(ROOT / "wlb_megatron" / "cpu"), str(ROOT), str(ROOT / "tests" / "stand_ins")]
+    paths = [*own, os.environ.get("PYTHONPATH", "")]
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),

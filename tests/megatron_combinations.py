@@ -36,7 +36,7 @@ ALLGATHER = MOE.replace("alltoall", "allgather")
 DELTA_NET = (
     "--linear-num-key-heads 4 --linear-num-value-heads 8 --linear-key-head-dim 8 --linear-value-head-dim 8"
 )
-DELTA_NETS = f"--hybrid-layer-pattern G-*-G- --spec wlb_megatron.plugin.model.local_hybrid stack {DELTA_NET}"
+DELTA_NETS = f"--hybrid-layer-pattern G-*-G- --spec scripts.local_hybrid stack {DELTA_NET}"
 BY_DOCUMENT = MOE.replace("type aux", "type seq_aux")
 BY_DOCUMENT_ALONE = (
     MOE.replace("aux_loss --moe-aux-loss-coeff 0.01", "aux_loss seq_aux_loss --moe-aux-loss-coeff 0 0.1")

@@ -24,7 +24,7 @@ LAYOUTS = {
 """The pattern, flags of both models, and of the GPTModel alone."""
 
 
-SPEC = "--spec wlb_megatron.plugin.model.local_hybrid stack --hybrid-layer-pattern"
+SPEC = "--spec scripts.local_hybrid stack --hybrid-layer-pattern"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -55,7 +55,7 @@ def test_a_hybrid_model_trains_as_a_gpt_model_does(tmp_path, layout):
 
 
 DELTA_NETS = """--hybrid-layer-pattern G-*-G --linear-num-key-heads 2 --linear-num-value-heads 4
---linear-key-head-dim 8 --linear-value-head-dim 8 --spec wlb_megatron.plugin.model.local_hybrid stack"""
+--linear-key-head-dim 8 --linear-value-head-dim 8 --spec scripts.local_hybrid stack"""
 
 
 def test_gated_delta_nets_over_packed_documents_are_those_of_each_document_alone(tmp_path):

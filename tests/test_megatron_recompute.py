@@ -32,7 +32,7 @@ UNIFORM = "--recompute-granularity full --recompute-method uniform --recompute-n
 TWO, BLOCK = UNIFORM.replace("layers 1", "layers 2"), UNIFORM.replace("uniform", "block")
 LATENT = """--multi-latent-attention --no-rope-fusion --q-lora-rank 16 --kv-lora-rank 8 --qk-head-dim 8
 --qk-pos-emb-head-dim 4 --v-head-dim 8"""
-HYBRID = "--spec wlb_megatron.plugin.model.local_hybrid stack --hybrid-layer-pattern"
+HYBRID = "--spec scripts.local_hybrid stack --hybrid-layer-pattern"
 WHOLE = "--wlb-chunks off --wlb-max-tokens 128"
 
 

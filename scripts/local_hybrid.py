@@ -1,7 +1,7 @@
 """Layers of a HybridModel in plain torch, because Megatron's own need Transformer Engine.
 
-For `--spec wlb_megatron.plugin.model.local_hybrid stack`, with --transformer-impl local: `*`, `-`, `E` and `G` of
---hybrid-layer-pattern.
+For `--spec scripts.local_hybrid stack`, with --transformer-impl local: `*`, `-`, `E` and `G` of --hybrid-layer-pattern.
+`G` also needs the folder tests/stand_ins on PYTHONPATH.
 """
 
 from __future__ import annotations
