@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Trains three steps of a small GPT (CPU, CP=2) on each megatron-core that the plugin takes, by each way in, evaluates it
-# on a validation and a test set, and compares the losses, which must be the same everywhere: the wheels of PyPI by
-# `-m wlb_megatron.pretrain_gpt` and `pretrain_hybrid`, and with a clone of Megatron-LM its branches by the launcher and
-# patched. Prints a table; fails if one way in differs. Without FLAGS it then compares losses and gradients of each
+# on a validation and a test set, and compares the losses, which must be the same everywhere: PyPI's newest wheel by
+# `-m wlb_megatron.pretrain_gpt` and `pretrain_hybrid`. With a clone of Megatron-LM also its branches by the launcher and
+# patched, and 0.18.2's wheel, which has no model builder, by the launcher on its branch's scripts.
+# Prints a table; fails if one way in differs. Without FLAGS it then compares losses and gradients of each
 # with one process:
 # routers' losses under context and tensor parallelism, multi-token prediction, and a virtual pipeline beside a busy
 # process, several times, because what is sent too early or too late shows only in some runs. It compares the targets of
@@ -23,7 +24,8 @@ fi
 layout=("${@:2}")
 compared=$((${#layout[@]} == 0))
 [ ${#layout[@]} -gt 0 ] || layout=(--context-parallel-size 2)
-wheels=(0.19.2 0.18.2)
+wheel=0.19.2
+wheel_without_builder=0.18.2
 branches=(core_r0.19.0 core_r0.18.0 main dev pull-request/6742)
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
@@ -79,29 +81,29 @@ own() { # own NAME MEGATRON: its parser's flags, and what it trains of conversat
         test_sft_data.py test_sft_training.py -k "tokens_and_targets or targets_are_those"
 }
 
-compare() { # compare NAME MEGATRON: rows of tests/megatron_combinations.py against one process
+compare() { # compare NAME MEGATRON [SCRIPTS]: rows of tests/megatron_combinations.py against one process
     [ "$compared" = 1 ] || return 0
     local rows=(--device cpu --iterations 2 --timeout 600 --out "$scratch/rows" --only)
-    local multi_token=("MTP of 2, CP2xPP2")
-    case $1 in
-    0.18.* | core_r0.18.0) multi_token=() ;; # wlb_megatron.pretrain_gpt refuses it
-    esac
+    [ $# -lt 3 ] || export WORKER_SCRIPTS=$3
     echo "$1 against one process"
     PYTHONPATH="$PYTHONPATH:$2:$scratch/needs" "$python" "$root/scripts/check_combinations.py" "${rows[@]}" \
-        "MoE, CP2" "MoE with z-loss" "MoE, global aux loss, CP2" EP2xTP2 "${multi_token[@]}" 2>"$scratch/log" | sed 1d ||
+        "MoE, CP2" "MoE with z-loss" "MoE, global aux loss, CP2" EP2xTP2 "MTP of 2, CP2xPP2" 2>"$scratch/log" | sed 1d ||
         failed=1
     PYTHONPATH="$PYTHONPATH:$2:$scratch/needs" "$python" "$root/scripts/check_combinations.py" --load 1 --repeat 4 \
         "${rows[@]}" "VPP2 on PP2, CP2" 2>"$scratch/log" | sed 1d || failed=1
+    unset WORKER_SCRIPTS
 }
 
-for version in "${wheels[@]}"; do
-    "$python" -m pip install --quiet --no-deps --target "$scratch/$version" "megatron-core==$version" \
-        2>"$scratch/pip.log" || { cat "$scratch/pip.log"; exit 1; }
-    train "$version -m wlb_megatron.pretrain_gpt" "$scratch/$version" -m wlb_megatron.pretrain_gpt
-    train "$version -m wlb_megatron.pretrain_hybrid" "$scratch/$version" -m wlb_megatron.pretrain_hybrid "${hybrid[@]}"
-    own "$version" "$scratch/$version"
-    compare "$version" "$scratch/$version"
-done
+download() { # download VERSION: PyPI's wheel, into a folder of its name
+    "$python" -m pip install --quiet --no-deps --target "$scratch/$1" "megatron-core==$1" 2>"$scratch/pip.log" ||
+        { cat "$scratch/pip.log"; exit 1; }
+}
+
+download "$wheel"
+train "$wheel -m wlb_megatron.pretrain_gpt" "$scratch/$wheel" -m wlb_megatron.pretrain_gpt
+train "$wheel -m wlb_megatron.pretrain_hybrid" "$scratch/$wheel" -m wlb_megatron.pretrain_hybrid "${hybrid[@]}"
+own "$wheel" "$scratch/$wheel"
+compare "$wheel" "$scratch/$wheel"
 [ -n "$clone" ] || exit "$failed"
 for branch in "${branches[@]}"; do
     tree="$scratch/$branch"
@@ -113,7 +115,7 @@ for branch in "${branches[@]}"; do
     fi
     git -C "$clone" archive "$name" megatron pretrain_gpt.py gpt_builders.py model_provider.py \
         pretrain_hybrid.py hybrid_builders.py | tar -x -C "$tree"
-    cp "$scratch"/0.19.2/megatron/core/datasets/helpers_cpp*.so "$tree/megatron/core/datasets/" # else make builds them
+    cp "$scratch/$wheel"/megatron/core/datasets/helpers_cpp*.so "$tree/megatron/core/datasets/" # else make builds them
     commit=$(git -C "$clone" rev-parse --short "$name")
     train "$branch $commit launcher" "" -m wlb_megatron.launch "$tree/pretrain_gpt.py"
     case $branch in # those that docs/support.md names for it
@@ -122,7 +124,20 @@ for branch in "${branches[@]}"; do
         ;;
     esac
     own "$branch" "$tree"
-    compare "$branch" "$tree"
+    if [ "$branch" = core_r0.18.0 ]; then
+        compare "$branch" "$tree" "$tree"
+        mkdir "$scratch/alone"
+        cp "$tree"/*.py "$scratch/alone"
+        download "$wheel_without_builder"
+        train "$wheel_without_builder launcher" "$scratch/$wheel_without_builder" \
+            -m wlb_megatron.launch "$scratch/alone/pretrain_gpt.py"
+        train "$wheel_without_builder launcher, hybrid" "$scratch/$wheel_without_builder" \
+            -m wlb_megatron.launch "$scratch/alone/pretrain_hybrid.py" "${hybrid[@]}"
+        own "$wheel_without_builder" "$scratch/$wheel_without_builder"
+        compare "$wheel_without_builder" "$scratch/$wheel_without_builder" "$scratch/alone"
+    else
+        compare "$branch" "$tree"
+    fi
     "$root/patches/apply.sh" --apply "$tree" >/dev/null
     train "$branch $commit patched" "" "$tree/pretrain_gpt.py"
 done

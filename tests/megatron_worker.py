@@ -27,7 +27,7 @@ from megatron_runs import split_fused
 
 from wlb_megatron.attention import core_attention
 from wlb_megatron.attention.kernels.torch_backend import TorchKernels
-from wlb_megatron.plugin import pretrain_gpt
+from wlb_megatron.plugin import launch, pretrain_gpt
 from wlb_megatron.plugin.flags import training_job
 from wlb_megatron.plugin.flags.trained_model import layer_symbols
 from wlb_megatron.plugin.job_state import part
@@ -513,5 +513,10 @@ if __name__ == "__main__":
         pretrain_gpt._replaced = own_forward_step
     if "WORKER_GROUPS" in os.environ:
         group_micro_batches(os.environ["WORKER_GROUPS"])
-    pretrain_gpt.main("pretrain_hybrid" if "--hybrid-layer-pattern" in sys.argv else "pretrain_gpt")
+    entry = "pretrain_hybrid" if "--hybrid-layer-pattern" in sys.argv else "pretrain_gpt"
+    if "WORKER_SCRIPTS" in os.environ:  # a folder of Megatron's scripts: 0.18 builds models nowhere else
+        sys.argv.insert(1, f"{os.environ['WORKER_SCRIPTS']}/{entry}.py")
+        launch.main()
+    else:
+        pretrain_gpt.main(entry)
     torch.save(seen, OUT / f"rank{os.environ['RANK']}.pt")

@@ -213,8 +213,8 @@ def test_every_script_that_is_named_somewhere_is_there() -> None:
             assert module.is_dir() or module.with_suffix(".py").exists(), f"{page} names {name}"
 
 
-TAKES_FLAGS = ("refusals.py", "plugin/take_over.py", "plugin/pretrain_gpt.py")
-"""Beside plugin/flags/, which reads them: what looks at any flag, sets some, or builds a model as Megatron does."""
+TAKES_FLAGS = ("refusals.py", "plugin/take_over.py")
+"""Beside plugin/flags/, which reads them: what looks at any flag, or sets some."""
 
 AS_MEGATRON_CALLS = ("plugin/plans/resume.py",)
 """Wrappers of functions of Megatron's that have its arguments as a parameter."""

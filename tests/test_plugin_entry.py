@@ -241,6 +241,24 @@ def test_apex_from_pypi_is_refused_before_megatron_is_imported(tmp_path):
     assert "Traceback" not in done.stderr
 
 
+NO_BUILDER = """
+from megatron.training import argument_utils
+from wlb_megatron.plugin import pretrain_gpt
+del argument_utils.gpt_config_from_args
+pretrain_gpt.main("{name}")
+"""
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("name", ["pretrain_gpt", "pretrain_hybrid"])
+def test_a_megatron_without_a_model_builder_is_refused_with_what_to_run_instead(tmp_path, name):
+    """PyPI's 0.18.2."""
+    done = run_script(NO_BUILDER.format(name=name), [], tmp_path)
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("wlb_megatron: error:")]
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert line.endswith(f"or start a checkout's {name}.py through wlb_megatron.launch")
+
+
 def _missing(corpus: Path, folder: Path) -> str:
     return f"--data-path {folder}/nothing"
 
