@@ -37,8 +37,8 @@ class Finding:
 def add_doctor(parser: argparse.ArgumentParser) -> None:
     """Flags of `wlb-megatron doctor`."""
     parser.description = (
-        "Prints versions, which attention runs, and what to fix. Then runs a small plan's attention on the CPU, and "
-        "on the GPU if there is one. Exit code 0 if nothing needs fixing, else 2."
+        "Prints versions, which attention runs, and what to fix. Then trains a small step on the CPU, and runs a small "
+        "plan's attention on GPUs if there are some. Exit code 0 if nothing needs fixing, else 2."
     )
     parser.add_argument(
         "--checkout", metavar="PATH", help="check this Megatron-LM checkout instead of pip's megatron-core"
@@ -65,7 +65,7 @@ def run_doctor(args: argparse.Namespace) -> None:
         megatron,
     ]
     if not args.no_self_test:
-        checks += [untried_step, self_test]
+        checks += [small_step, sharded_attention]
     results = []
     for check in checks:
         for finding in examine(check):
@@ -283,33 +283,29 @@ def dataset_helpers() -> Finding:
     return Finding(what, "not built: the plugin does not need them, --wlb-off does", NOTE, cure)
 
 
-def self_test() -> Iterator[Finding]:
-    """Compares sharded attention with one document at a time, on each kind of device."""
-    if installed_version("torch") is None:
-        return
-    gpus = gpu_count()
-    for size, gpu in [(2, False)] + ([(min(2, gpus), True)] if gpus else []):
-        start = time.perf_counter()
-        largest_error = attention_check.run(size, gpu=gpu)
-        yield Finding(
-            f"self-test on {'GPU' if gpu else 'CPU'}, CP={size}",
-            f"attention and its gradients equal one document at a time within {largest_error:.0e} "
-            f"({time.perf_counter() - start:.1f} s)",
-        )
-
-
-def untried_step() -> Iterator[Finding]:
-    """Checks a small step of an untested Megatron version."""
+def small_step() -> Iterator[Finding]:
+    """Trains a small step on the CPU and compares it with plain torch."""
     if importlib.util.find_spec("megatron") is None or installed_version("torch") is None:
-        return
-    from wlb_megatron.plugin.flags.versions import untried_megatron
-
-    if untried_megatron() is None:
         return
     from wlb_megatron.plugin import megatron_trial
 
+    start = time.perf_counter()
     largest_error = megatron_trial.check()
     yield Finding(
-        "check of this Megatron",
-        f"a small step's loss, gradients and routers' losses come out right within {largest_error:.0e}",
+        f"self-test on CPU, CP={megatron_trial.RANKS}",
+        f"a small step's loss, gradients and routers' losses come out right within {largest_error:.0e} "
+        f"({time.perf_counter() - start:.1f} s)",
+    )
+
+
+def sharded_attention() -> Iterator[Finding]:
+    """Compares attention of several GPUs, or of one, with one document at a time."""
+    if not gpu_count():
+        return
+    size, start = min(2, gpu_count()), time.perf_counter()
+    largest_error = attention_check.run(size)
+    yield Finding(
+        f"self-test on GPU, CP={size}",
+        f"attention and its gradients equal one document at a time within {largest_error:.0e} "
+        f"({time.perf_counter() - start:.1f} s)",
     )

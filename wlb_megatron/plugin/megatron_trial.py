@@ -1,5 +1,5 @@
 """What must compute a small case right before a job trains with it: a Megatron or Transformer Engine that was not
-tried.
+tried. `wlb-megatron doctor` runs the case, too.
 
 Names and parameters of what is replaced of Megatron are compared at start. Meanings are not seen there: by how many
 tokens gradients are divided, or how strong routers' losses are. So a small step runs through Megatron's own schedule,
@@ -349,8 +349,8 @@ def _batches(rank: int, documents: list[list[Any]]) -> Iterator[dict[str, Any]]:
     from wlb_megatron.sharding.attention_calls import attention_layout
     from wlb_megatron.sharding.cut import shard
 
-    for pieces, lengths in zip(documents, LENGTHS, strict=True):
-        plan = shard(lengths, RANKS, "per-document")
+    for pieces, lengths, sharding in zip(documents, LENGTHS, ("hybrid", "per-document"), strict=True):
+        plan = shard(lengths, RANKS, sharding)
         index = torch.from_numpy(plan.packed_index(rank))
         labels = torch.cat([ids.roll(-1) for ids in pieces])
         mask = torch.cat([torch.arange(length) < length - 1 for length in lengths]).float()
