@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -129,11 +130,21 @@ def test_the_self_test_sees_a_key_too_many_and_a_rank_that_fails_is_told_by_its_
     monkeypatch.setattr(kernel_choice, "kernels", lambda _: torch_backend.TorchKernels())
     monkeypatch.setattr(attention_check, "DEVICE", "cpu")
     assert attention_check.rank_error(1, str(tmp_path / "one"), 0) < 1e-2
-    monkeypatch.setattr(torch_backend, "_scores", leaking(torch_backend._scores))
+    right = torch_backend._scores
+    monkeypatch.setattr(torch_backend, "_scores", leaking(right))
     assert attention_check.rank_error(1, str(tmp_path / "two"), 0) > attention_check.TOLERATED
+    monkeypatch.setattr(torch_backend, "_scores", lambda call, *rest: right(call, *rest) * torch.nan)
+    assert math.isnan(attention_check.rank_error(1, str(tmp_path / "three"), 0))
     torch.set_num_threads(threads)
     monkeypatch.setattr(attention_check.sys, "executable", shutil.which("false"))
     with pytest.raises(WlbError, match="self-test of attention failed"):
+        attention_check.run(2)
+
+
+@pytest.mark.parametrize("errors", [("nan", "1e-3"), ("1e-3", "nan"), ("1e-3", "0.1")])
+def test_an_error_of_one_rank_that_is_too_large_or_no_number_fails_the_self_test(monkeypatch, errors):
+    monkeypatch.setattr(attention_check, "run_ranks", lambda *_: [f"{error}\n" for error in errors])
+    with pytest.raises(WlbError, match="attention is off by "):
         attention_check.run(2)
 
 
