@@ -153,22 +153,6 @@ def leaking(scores):
     return lambda call, *rest: scores(call, *rest).nan_to_num(neginf=-3.0)
 
 
-def test_a_checkout_without_dataset_helpers_is_told_what_megatrons_own_datasets_need(monkeypatch):
-    known = {"pybind11", "megatron.core.datasets.helpers_cpp"}
-    monkeypatch.setattr(doctor_command.importlib.util, "find_spec", lambda name: name in known or None)
-    assert doctor_command.dataset_helpers().found == "built"
-    known -= {"megatron.core.datasets.helpers_cpp"}
-    monkeypatch.setattr(doctor_command.shutil, "which", lambda name: f"/usr/bin/{name}")
-    finding = doctor_command.dataset_helpers()
-    assert finding.verdict == doctor_command.NOTE
-    assert "the plugin does not need them, --wlb-off does" in finding.found
-    assert "missing" not in finding.cure
-    known.clear()
-    monkeypatch.setattr(doctor_command.shutil, "which", lambda name: None)
-    finding = doctor_command.dataset_helpers()
-    assert "it lacks: make, a C++ compiler, python3-config, pybind11" in finding.cure
-
-
 def test_an_extra_is_installed_from_a_checkout_and_never_from_an_index(monkeypatch, tmp_path):
     assert errors.install("gpu") == f"pip install '{ROOT}[gpu]'"
     monkeypatch.setattr(errors, "ROOT", tmp_path)

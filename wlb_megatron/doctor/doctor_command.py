@@ -10,7 +10,6 @@ import importlib.util
 import json
 import os
 import platform
-import shutil
 import sys
 import time
 import warnings
@@ -191,9 +190,6 @@ def transformer_engine() -> Iterator[Finding]:
         _kernels() if fused else "cannot run here",
         OK if fused else FIX if gpus else NOTE,
     )
-    yield Finding(
-        "attention with --transformer-impl local", "torch, one document at a time: any device, slow"
-    )
 
 
 def _kernels() -> str:
@@ -259,28 +255,6 @@ def megatron() -> Iterator[Finding]:
 
     count = len([hooks.locate(hook) for hook in hooks.rows()])
     yield Finding("Megatron's symbols that the plugin replaces", f"all {count} found")
-    yield dataset_helpers()
-    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1":
-        yield Finding(
-            "CUDA_DEVICE_MAX_CONNECTIONS",
-            os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "not set"),
-            NOTE,
-            "tensor and sequence parallelism need 1 in the job's environment (the batch script sets it)",
-        )
-
-
-def dataset_helpers() -> Finding:
-    """Megatron's C++ helpers. The plugin builds no samples and needs none; Megatron's own datasets do."""
-    what = "Megatron's dataset helpers"
-    if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
-        return Finding(what, "built")
-    tools = {"make": "make", "a C++ compiler": "g++", "python3-config": "python3-config"}
-    missing = [name for name, command in tools.items() if shutil.which(command) is None]
-    missing += [] if importlib.util.find_spec("pybind11") else ["pybind11 (pip install pybind11)"]
-    cure = "Megatron builds them at its start"
-    if missing:
-        cure += f"; it lacks: {', '.join(missing)}"
-    return Finding(what, "not built: the plugin does not need them, --wlb-off does", NOTE, cure)
 
 
 def small_step() -> Iterator[Finding]:
