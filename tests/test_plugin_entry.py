@@ -79,7 +79,7 @@ class Megatron(argparse.Namespace):
         super().__init__(**{**accepted, **changed})
 
 
-SWITCHES = """multi_latent_attention fp8_dot_product_attention overlap_moe_expert_parallel_comm hybrid_context_parallel
+SWITCHES = """multi_latent_attention overlap_moe_expert_parallel_comm hybrid_context_parallel
 dataloader_inter_document_masking reset_position_ids eod_mask_loss ddp_average_in_collective sft fim_data mock_data
 qk_clip fused_single_qkv_rope cpu_offloading_retain_pinned_cpu_buffers tp_comm_overlap defer_embedding_wgrad_compute
 fallback_to_eager_attn mtp_hsm use_kitchen_attention batch_invariant_mode inprocess_restart

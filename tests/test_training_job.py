@@ -34,7 +34,7 @@ QWEN = {
 PP2, CPU = {"pipeline_model_parallel_size": 2}, {"distributed_backend": "gloo"}
 BLOCKS, SEQ = {"recompute_method": "block"}, "seq_aux_loss"
 ARRIVES: list[tuple[dict[str, Any], str, Any]] = [
-    ({"num_layers": 6}, "model.layers", 6),
+    ({"num_layers": 6}, "model.shape.layers", 6),
     ({"group_query_attention": False}, "model.shape.kv_heads", 16),
     ({"kv_channels": None, "hidden_size": 4096}, "model.shape.head_dim", 256),
     ({"swiglu": False}, "model.shape.gated", False),
@@ -68,7 +68,7 @@ ARRIVES: list[tuple[dict[str, Any], str, Any]] = [
     (CPU, "device.on_gpu", False),
     ({"num_layers": 6}, "model.stage_layers", 6),
     (BLOCKS | {"recompute_num_layers": 3}, "recompute_blocks", 3),
-    ({"hybrid_layer_pattern": "*-*-|*E--/*-"}, "model.layers", 3),
+    ({"hybrid_layer_pattern": "*-*-|*E--/*-"}, "model.shape.layers", 3),
     ({"hybrid_layer_pattern": "*-*---*-"}, "model.ffn", 5632 * 5 // 3),
     ({"hybrid_layer_pattern": "**-*|-*--", "pipeline_model_parallel_size": 2}, "model.stage_layers", "**-*"),
     (
@@ -77,9 +77,9 @@ ARRIVES: list[tuple[dict[str, Any], str, Any]] = [
         DeltaNets(layers=2, key_heads=2, value_heads=4, key_dim=8, value_dim=16),
     ),
     (PP2 | {"hybrid_layer_pattern": "GG|**-*", **NETS}, "model.stage_layers", "**-*"),
-    (QWEN, "model.layers", 1),
+    (QWEN, "model.shape.layers", 1),
     (QWEN, "model.ffn", 5632 * 4),
-    ({**QWEN, "linear_attention_freq": [1, 0, 0, 1]}, "model.layers", 2),
+    ({**QWEN, "linear_attention_freq": [1, 0, 0, 1]}, "model.shape.layers", 2),
     ({**QWEN, "pipeline_model_parallel_size": 2}, "model.stage_patterns", (("NN",), ("NN",))),
     ({"hybrid_layer_pattern": "*-|-|E|*E/*-"}, "model.stage_patterns", (("*-", "-", "E", "*E"),)),
     ({"hybrid_layer_pattern": "*-|-|E|*E/*-/*-"}, "model.depth_layers", "*-*-"),

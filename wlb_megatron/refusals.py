@@ -126,9 +126,6 @@ def _refusal_of(names: list[str], cure: str) -> Refusal:
 
 
 GIVEN: dict[str, str] = {
-    "fp8_dot_product_attention fp8_multi_head_attention": (
-        "cuDNN has no FP8 attention over packed documents; drop it. Matrix products stay in FP8"
-    ),
     "hybrid_context_parallel dynamic_context_parallel": "it replaces the same attention and sampler; drop it",
     "sequence_packing_scheduler use_varlen_dataset": (
         "the plugin packs documents of --data-path itself; drop it"
@@ -294,11 +291,9 @@ REFUSALS: tuple[Refusal, ...] = (
         "a profile measures no such layer, so steps would be planned without their work; leave it out",
     ),
     Refusal(
-        lambda a, c: (
-            "*" not in (_get(a, "hybrid_layer_pattern") or "*").split("/")[0] or _get(a, "is_hybrid_model")
-        ),
+        lambda a, c: "*" not in (_get(a, "hybrid_layer_pattern") or "*").split("/")[0],
         "--hybrid-layer-pattern without *",
-        "the plugin plans attention over documents; a HybridModel needs a layer of it, and megatron-core 0.18",
+        "the plugin plans attention over documents; a HybridModel needs a layer of it",
     ),
     Refusal(
         lambda a, c: "E" in (_get(a, "hybrid_layer_pattern") or "") and not _get(a, "num_experts"),

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from wlb_megatron.plugin.flags.refusal_printing import refuse
-from wlb_megatron.plugin.flags.versions import WHEELS
+from wlb_megatron.plugin.flags.versions import WHEEL
 
 USAGE = """usage: torchrun ... -m wlb_megatron.{name} <Megatron's flags> [--wlb-...]
        Megatron's flags are those of its {name}.py"""
@@ -34,7 +34,7 @@ def main(name: str = "pretrain_gpt") -> None:
     if not hasattr(argument_utils, "gpt_config_from_args"):
         refuse(
             f"wlb_megatron.{name} needs a Megatron that has a model builder, as 0.19 has: pip install "
-            f"megatron-core=={WHEELS[-1]}, or start a checkout's {name}.py through wlb_megatron.launch"
+            f"megatron-core=={WHEEL}, or start a checkout's {name}.py through wlb_megatron.launch"
         )
     set_startup_timestamps(program_start=started, main_entry=time.time())
     args = arguments.parse_and_validate_args()

@@ -24,7 +24,7 @@ from wlb_megatron.workload.cost_model import (
 from wlb_megatron.workload.cost_model import micro_batch_cost as costs_of_micro_batch
 from wlb_megatron.workload.kernel_table import h100
 from wlb_megatron.workload.memory import GIB, keys_bytes
-from wlb_megatron.workload.model import Model
+from wlb_megatron.workload.model import Model, layer_count
 
 
 def complete(job: TrainingJob) -> WlbConfig:
@@ -70,7 +70,7 @@ def micro_batch_cost(job: TrainingJob) -> MicroBatchCost:
         model.shape.heads * model.shape.head_dim / sizes.tensor,
         sizes.context,
         recompute=job.recomputed_share,
-        layers=max(1, model.layers // sizes.pipeline) if sizes.pipeline > 1 else None,
+        layers=max(1, layer_count(model.shape.layers) // sizes.pipeline) if sizes.pipeline > 1 else None,
     )
 
 

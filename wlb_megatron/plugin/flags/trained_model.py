@@ -20,7 +20,6 @@ class TrainedModel:
 
     Args:
         shape: its sizes. layers are those with attention, a vocabulary that only the tokenizer knows is a large one.
-        layers: the same, as a number.
         ffn: the MLP's width; the mean of a layer with attention, if MLPs are layers of their own (HybridModel) or
             other layers have none (delta_nets).
         active_ffn: width of the MLP that a token passes, over all its experts.
@@ -42,7 +41,6 @@ class TrainedModel:
     """
 
     shape: Model
-    layers: int
     ffn: int
     active_ffn: int
     value_dim: int
@@ -99,7 +97,6 @@ class TrainedModel:
         )
         return cls(
             shape=shape,
-            layers=attention,
             ffn=ffn,
             active_ffn=ffn if experts is None else _active_ffn(args, experts),
             value_dim=value_dim,

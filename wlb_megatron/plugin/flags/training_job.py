@@ -23,7 +23,7 @@ from wlb_megatron.plugin.flags.trained_model import TrainedModel, balancing_of, 
 from wlb_megatron.refusals import delta_nets, one_length
 from wlb_megatron.sharding.slots import multiple
 from wlb_megatron.workload.cost_model import Costs
-from wlb_megatron.workload.model import Layout
+from wlb_megatron.workload.model import Layout, layer_count
 from wlb_megatron.workload.profile import Profile, read_profile
 
 
@@ -133,7 +133,7 @@ class TrainingJob:
         """Layers recomputed in full, by the flags, of all layers."""
         if self.sizes.recompute != "full":
             return 0.0
-        chunk = self.model.layers / (self.sizes.pipeline * self.sizes.virtual)
+        chunk = layer_count(self.model.shape.layers) / (self.sizes.pipeline * self.sizes.virtual)
         return 1.0 if self.recompute_blocks is None else min(1.0, self.recompute_blocks / chunk)
 
     @property
@@ -261,7 +261,7 @@ def trainer_of(args: Any) -> Trainer:
         shares_scales=_shares_scales(setting),
         offloads=bool(setting("fine_grained_activation_offloading")),
         interleaves=bool(setting("virtual_pipeline_model_parallel_size")),
-        offloads_layers=bool(setting("cpu_offloading") or setting("cpu_offloading_num_layers")),
+        offloads_layers=bool(setting("cpu_offloading_num_layers")),
         replays_routes=bool(setting("moe_enable_routing_replay")),
         # Where the block has this function itself (dev). Elsewhere megatron.core.recompute hands the mask on.
         hides_padding=hasattr(TransformerBlock, "_checkpointed_forward"),

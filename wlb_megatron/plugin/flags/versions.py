@@ -66,8 +66,8 @@ _MEANINGS = (
 _NO_CODE = re.compile(rb"^[ \t]*(#.*)?\r?\n", re.MULTILINE)
 """A line that is empty, or a comment alone."""
 
-WHEELS = ("0.18.2", "0.19.2")
-"""Of these, the wheels on PyPI."""
+WHEEL = "0.19.2"
+"""Of these, PyPI's newest."""
 
 MINIMUM_TRANSFORMER_ENGINE, LATEST_TRANSFORMER_ENGINE = (2, 18), (2, 20)
 """First and last release (major, minor) that was tried."""
@@ -83,7 +83,7 @@ def megatron_version() -> str:
     except ImportError as missing:
         raise Refused(
             f"wlb_megatron needs megatron-core with megatron.training ({missing}): "
-            f"pip install megatron-core=={WHEELS[-1]}, or run from a Megatron-LM checkout."
+            f"pip install megatron-core=={WHEEL}, or run from a Megatron-LM checkout."
         ) from missing
     return str(__shortversion__)
 
@@ -104,14 +104,14 @@ def check_megatron() -> str:
     if importlib.util.find_spec("megatron.training") is None:
         raise Refused(
             f"megatron-core {version} is here without megatron.training: install PyPI's wheel "
-            f"(pip install megatron-core=={WHEELS[-1]}) or run from a Megatron-LM checkout."
+            f"(pip install megatron-core=={WHEEL}) or run from a Megatron-LM checkout."
         )
     return version
 
 
 def tried_versions() -> str:
     """As a message names them."""
-    return f"{', '.join(TRIED_MEGATRON)}; pip install megatron-core=={WHEELS[-1]}"
+    return f"{', '.join(TRIED_MEGATRON)}; pip install megatron-core=={WHEEL}"
 
 
 def untried_megatron() -> str | None:
