@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scripts.reproduce.compare import in_flight
-from wlb_megatron.pipeline.orders import Step, grouped_orders, groups, interleaved, joined_groups
+from wlb_megatron.pipeline.orders import Step, grouped_orders, groups, joined_groups, running_order
 from wlb_megatron.pipeline.schedule import pipeline_events
 from wlb_megatron.pipeline.step_law import step_time
 from wlb_megatron.plan import Piece
@@ -223,7 +223,7 @@ def test_interleaved_stages_never_wait_for_ever_and_run_backwards_of_a_group_las
 @given(_interleaved())
 def test_a_lead_shorter_by_one_forward_leaves_a_backward_without_its_forward(job):
     stages, chunks, sizes = job
-    plan = interleaved(stages, sizes, chunks)
+    plan = running_order(stages, sizes, chunks)
     if plan.lead >= len(plan.table):
         return
     orders = []
@@ -244,7 +244,7 @@ def test_interleaved_groups_of_one_are_megatrons_own_order():
         orders = grouped_orders(stages, (1,) * count, chunks)
         leads = [next(at for at, step in enumerate(order) if step.backward) - 1 for order in orders]
         assert leads == [2 * (stages - p - 1) + (chunks - 1) * stages for p in range(stages)]
-    blocks = interleaved(2, (2, 3), 2)
+    blocks = running_order(2, (2, 3), 2)
     assert blocks.table == ((0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (3, 0), (4, 0), (2, 1), (3, 1), (4, 1))
     assert (blocks.turns, blocks.lead) == ((1, 0, 4, 3, 2), 5)
 

@@ -29,7 +29,7 @@ def grouped_orders(stages: int, group_sizes: Sequence[int], chunks: int = 1) -> 
 
     Forwards run in order. Backwards run group by group, the last micro-batch of a group first: a document in chunks
     needs the gradients from its later chunks before its earlier chunks' backward. Groups of 1 are Megatron's own order.
-    chunks: model chunks of a stage, see `interleaved`; the following is for 1.
+    chunks: model chunks of a stage, see `running_order`; the following is for 1.
 
     Every stage runs max(group_sizes) - 1 more forwards ahead than 1F1B does: stage p of P has run
     n + (P - p - 1) + max(group_sizes) - 1 forwards (at most all) before its n-th backward, n from 1. All of a group's
@@ -45,17 +45,12 @@ def grouped_orders(stages: int, group_sizes: Sequence[int], chunks: int = 1) -> 
             f"{stages} stages of {chunks} model chunks, groups of {list(group_sizes)} micro-batches: each must be at "
             "least 1"
         )
-    if chunks > 1:
-        plan = interleaved(stages, tuple(group_sizes), chunks)
-        return [_order(plan.forwards, plan.backwards, plan.ahead(stages, stage)) for stage in range(stages)]
-    turns = backward_turns(group_sizes)
-    forwards = [Step(m, 0, False) for m in range(len(turns))]
-    backwards = [Step(m, 0, True) for m in turns]
-    if stages == 1:
+    plan = running_order(stages, tuple(group_sizes), chunks)
+    forwards, backwards = plan.forwards, plan.backwards
+    if stages == chunks == 1:
         bounds = list(accumulate(group_sizes, initial=0))
         return [[s for a, b in pairwise(bounds) for s in (*forwards[a:b], *backwards[a:b])]]
-    extra_forwards = max(group_sizes) - 1
-    return [_order(forwards, backwards, stages - stage - 1 + extra_forwards) for stage in range(stages)]
+    return [_order(forwards, backwards, plan.ahead(stages, stage)) for stage in range(stages)]
 
 
 def backward_turns(group_sizes: Sequence[int]) -> list[int]:
@@ -69,22 +64,22 @@ def waits_of(stages: int, group_sizes: tuple[int, ...], chunks: int) -> Hashable
     1, 1 and of 1, 1, 2."""
     if stages == 1:
         return group_sizes
-    if chunks == 1:
-        return max(group_sizes)
-    plan = interleaved(stages, group_sizes, chunks)
+    plan = running_order(stages, group_sizes, chunks)
     return plan.table, plan.lead
 
 
-class Interleaved(NamedTuple):
-    """What a step over several model chunks runs, alike on all stages but for the number of forwards ahead.
+class RunningOrder(NamedTuple):
+    """What a step runs, alike on all stages but for the number of forwards ahead.
 
     table: (micro-batch, model chunk) of each forward. turns: the micro-batch of a model chunk's n-th backward. lead:
-    forwards that the last stage runs before its first pair of a forward and a backward.
+    forwards that the last stage runs before its first pair of a forward and a backward. further: so many more on each
+    stage before it.
     """
 
     table: tuple[tuple[int, int], ...]
     turns: tuple[int, ...]
     lead: int
+    further: int
 
     @property
     def forwards(self) -> list[Step]:
@@ -98,12 +93,13 @@ class Interleaved(NamedTuple):
 
     def ahead(self, stages: int, stage: int) -> int:
         """Forwards of a stage before its first pair of a forward and a backward."""
-        return min(len(self.table), 2 * (stages - stage - 1) + self.lead)
+        return min(len(self.table), self.further * (stages - stage - 1) + self.lead)
 
 
 @lru_cache(maxsize=256)
-def interleaved(stages: int, group_sizes: tuple[int, ...], chunks: int) -> Interleaved:
-    """Megatron's interleaved schedule with the backwards of a group last first in each model chunk.
+def running_order(stages: int, group_sizes: tuple[int, ...], chunks: int) -> RunningOrder:
+    """Megatron's schedule with the backwards of a group last first in each model chunk. With one chunk it is 1F1B, else
+    the interleaved schedule, of which the following is.
 
     A block of micro-batches passes model chunk 0, then chunk 1, ... Megatron's blocks have as many micro-batches as
     there are stages. Here blocks hold whole groups if that needs a shorter lead. Each has at least `stages`
@@ -120,6 +116,8 @@ def interleaved(stages: int, group_sizes: tuple[int, ...], chunks: int) -> Inter
     Raises ValueError where micro-batches are fewer than the stages.
     """
     total, turns = sum(group_sizes), tuple(backward_turns(group_sizes))
+    if chunks == 1:
+        return _in_blocks((total,), turns, chunks)
     if total < stages:
         raise ValueError(
             f"{total} micro-batches of an interleaved schedule are fewer than its {stages} stages"
@@ -130,13 +128,13 @@ def interleaved(stages: int, group_sizes: tuple[int, ...], chunks: int) -> Inter
     return min((_in_blocks(blocks, turns, chunks) for blocks in choices), key=lambda choice: choice.lead)
 
 
-def _in_blocks(blocks: Sequence[int], turns: tuple[int, ...], chunks: int) -> Interleaved:
+def _in_blocks(blocks: Sequence[int], turns: tuple[int, ...], chunks: int) -> RunningOrder:
     bounds = list(accumulate(blocks, initial=0))
     table = tuple((m, c) for begin, end in pairwise(bounds) for c in range(chunks) for m in range(begin, end))
     first, last = (
         {m: place for place, (m, c) in enumerate(table) if c == chunk} for chunk in (0, chunks - 1)
     )
-    return Interleaved(table, turns, max(last[m] - first[n] for n, m in enumerate(turns)))
+    return RunningOrder(table, turns, max(last[m] - first[n] for n, m in enumerate(turns)), min(chunks, 2))
 
 
 def _whole_groups(stages: int, group_sizes: Sequence[int], chunks: int) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate
 
-from wlb_megatron.pipeline.orders import Interleaved, backward_turns, interleaved
+from wlb_megatron.pipeline.orders import running_order
 
 PAYS = 95
 """Another number of micro-batches must take at most this percentage of the time of one per window. Packing for a free
@@ -132,7 +132,8 @@ class StepLaw:
 
         Two stages, micro-batches of 3 and 3: F0 F1 B0 B1 on the first, 1 + 1 + (1 wait) .. in all 9 = (2 + 1) * 3.
         """
-        if groups is not None and self.per_chunk and max(groups) > 1:
+        groups = groups or (1,) * len(works)
+        if self.per_chunk and max(groups) > 1:
             chunk = [size > 1 for size in groups for _ in range(size)]
             works = [work + self.per_chunk * in_chunk for work, in_chunk in zip(works, chunk, strict=True)]
         occupied = list(map(self.occupied, works))
@@ -147,11 +148,11 @@ class StepLaw:
             both_shares *= 1000
         if self.pp == 1:
             return sum(occupied) * (backward_share + forward_share) // both_shares
-        none = [0] * (-len(works) % self.group if self.vpp > 1 else 0)
+        none = [0] * (-len(works) % self.group)
         forward, backward = (
             [way * time for time in occupied] + none for way in (forward_share, backward_share)
         )
-        groups = None if groups is None else (*groups, *(1 for _ in none))
+        groups = (*groups, *(1 for _ in none))
         return step_time(forward, backward, self.pp, groups, chunks=self.vpp) // (both_shares * self.vpp)
 
     def step(
@@ -187,12 +188,11 @@ class StepLaw:
         they are 6.
         """
         factors = FACTORS if per_window is None and (always or self.pp > 1) else (per_window or 1,)
-        group = self.group if self.vpp > 1 else 1
         counts = []
         for factor in factors:
             # Fractions: 1.1 * 10 is 11, not 11.000000000000002 rounded up.
             count = -(-Fraction(str(factor)) * windows // 1)
-            counts.append(int(-(-count // group) * group))
+            counts.append(int(-(-count // self.group) * self.group))
         return sorted(set(counts))
 
 
@@ -205,20 +205,15 @@ def most_held(tokens: Sequence[int], groups: Sequence[int], law: StepLaw, stage:
     if law.pp == 1:  # one stage runs a group's backwards as soon as all its forwards have run
         ends = list(accumulate(groups))
         return max(sum(tokens[end - size : end]) for end, size in zip(ends, groups, strict=True))
-    forwards, backwards = list(range(len(tokens))), backward_turns(groups)
-    forwards_ahead = law.pp - 1 - stage + max(groups) - 1
-    if law.vpp > 1:
-        none = (0,) * (-len(tokens) % law.group)
-        tokens, groups = [*tokens, *none], [*groups, *(1 for _ in none)]
-        plan = interleaved(law.pp, tuple(groups), law.vpp)
-        forwards, forwards_ahead = [m for m, _ in plan.table], plan.ahead(law.pp, stage)
-        backwards = [plan.turns[turn] for turn in forwards]
-    held_now = peak = 0
-    for turn, index in enumerate(forwards):
+    none = (0,) * (-len(tokens) % law.group)
+    tokens, groups = [*tokens, *none], (*groups, *(1 for _ in none))
+    plan = running_order(law.pp, groups, law.vpp)
+    forwards_ahead, held_now, peak = plan.ahead(law.pp, stage), 0, 0
+    for turn, (index, _) in enumerate(plan.table):
         held_now += tokens[index]
         peak = max(peak, held_now)
         if turn >= forwards_ahead:
-            held_now -= tokens[backwards[turn - forwards_ahead]]
+            held_now -= tokens[plan.turns[plan.table[turn - forwards_ahead][0]]]
     return -(-peak // law.vpp)
 
 
@@ -230,66 +225,25 @@ def step_time(
     forward: Sequence[int],
     backward: Sequence[int],
     stages: int,
-    group_sizes: tuple[int, ...] | None = None,
+    group_sizes: tuple[int, ...],
     *,
     chunks: int = 1,
 ) -> int:
     """Time of one step of equal stages, transfers free: the last end of `pipeline_events`, in exact integers.
 
+    There is no graph, because it takes milliseconds to build and a packer meets new groups in every iteration. Stage s
+    begins turn t at time step t + s: forward t of the table, then the backward that follows it there. Whatever a stage
+    waits for comes from an earlier time step, or from the next stage in this one. Blocks of an interleaved schedule
+    have at least as many micro-batches as there are stages.
+
     Args:
         forward: Times of each micro-batch in one model chunk of a stage, in any integer unit.
         backward: The same of backwards.
-        group_sizes: See `grouped_orders`. None is Megatron's own schedule.
+        group_sizes: See `grouped_orders`.
         chunks: How many a stage has; 1 is not interleaved.
     """
-    sizes = group_sizes or (1,) * len(forward)
-    if min(sizes, default=0) < 1 or sum(sizes) != len(forward):
-        raise ValueError(f"groups of {list(sizes)} of {len(forward)} micro-batches")
-    if chunks == 1:
-        return _free_time(forward, backward, stages, sizes)
-    return _interleaved_time(forward, backward, stages, interleaved(stages, sizes, chunks))
-
-
-def _free_time(
-    forward: Sequence[int], backward: Sequence[int], stages: int, group_sizes: tuple[int, ...]
-) -> int:
-    """The same without a graph, because a graph takes milliseconds to build and a packer meets new groups in every
-    iteration.
-
-    What waits for what depends only on the longest group. A stage's n-th backward waits for the next stage's n-th
-    backward, whichever micro-batch that is of. In turn m each stage runs forward m, then the backward that follows it
-    there.
-    """
-    turns: list[int] = []  # backwards in their order
-    for size in group_sizes:
-        turns += backward[len(turns) : len(turns) + size][::-1]
-    # Forwards, and how many of them the first stage runs ahead.
-    total, forwards_ahead = len(forward), stages - 1 + max(group_sizes) - 1
-    ends = [0] * stages
-    gradient = [0] * (stages + 1)  # when each stage's latest backward ended
-    for turn in range(total + forwards_ahead):
-        activation = 0
-        for stage in range(stages):
-            end = ends[stage]
-            if turn < total:
-                end = activation = (end if end > activation else activation) + forward[turn]
-            backward_turn = turn - forwards_ahead + stage
-            if 0 <= backward_turn < total:
-                # Of the turn before: the next stage has not come to this turn yet.
-                after = gradient[stage + 1]
-                end = gradient[stage] = (end if end > after else after) + turns[backward_turn]
-            ends[stage] = end
-    return ends[0]
-
-
-def _interleaved_time(forward: Sequence[int], backward: Sequence[int], stages: int, plan: Interleaved) -> int:
-    """The same for several model chunks of a stage.
-
-    Stage s begins turn t at time step t + s: forward t of the table, then the backward that follows it there. Whatever
-    a stage waits for has then come in an earlier time step, because blocks have at least as many micro-batches as
-    there are stages.
-    """
-    total = len(plan.table)
+    plan = running_order(stages, group_sizes, chunks)
+    total, last = len(plan.table), stages - 1
     places = {step: place for place, step in enumerate(plan.table)}
     # In the model chunk before; -1: none.
     before = [places.get((m, chunk - 1), -1) for m, chunk in plan.table]
@@ -297,14 +251,14 @@ def _interleaved_time(forward: Sequence[int], backward: Sequence[int], stages: i
     backwards = [backward[plan.turns[n]] for n, _ in plan.table]
     # Ends of each stage's forwards and backwards by place in the table. At place -1: nothing to wait for.
     activations, gradients = ([[0] * (total + 1) for _ in range(stages)] for _ in range(2))
-    ends, last = [0] * stages, stages - 1
-    for time_step in range(total + 2 * last + plan.lead):
-        for stage in range(stages):
+    ends = [0] * stages
+    for time_step in range(total + plan.further * last + plan.lead):
+        for stage in reversed(range(stages)):
             end, turn = ends[stage], time_step - stage
             if 0 <= turn < total:
                 source = activations[stage - 1][turn if stage else before[turn]]
                 end = activations[stage][turn] = (end if end > source else source) + forwards[turn]
-            turn -= 2 * (last - stage) + plan.lead
+            turn -= plan.further * (last - stage) + plan.lead
             if 0 <= turn < total:
                 source = gradients[stage + 1][turn] if stage < last else gradients[0][before[turn]]
                 end = gradients[stage][turn] = (end if end > source else source) + backwards[turn]

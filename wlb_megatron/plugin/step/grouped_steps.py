@@ -32,7 +32,7 @@ import torch
 from megatron.core import parallel_state
 
 from wlb_megatron.attention.kv_exchange import clear_caches
-from wlb_megatron.pipeline.orders import grouped_orders, interleaved
+from wlb_megatron.pipeline.orders import grouped_orders, running_order
 from wlb_megatron.plugin.job_state import Original, part
 from wlb_megatron.plugin.model import routing
 
@@ -43,7 +43,7 @@ class GroupedStep:
     def __init__(self, sizes: Sequence[int], stages: int, chunks: int = 1) -> None:
         """chunks: model chunks of a stage."""
         self.ahead = max(sizes) - 1 if stages > 1 else 0
-        self.interleaved = interleaved(stages, tuple(sizes), chunks) if chunks > 1 else None
+        self.running = running_order(stages, tuple(sizes), chunks)
         self._alone = stages == 1
         steps = grouped_orders(stages, sizes, chunks)[0]
         self._backwards = [(step.micro_batch, step.chunk) for step in steps if step.backward]
@@ -162,20 +162,20 @@ def wrap_get_pp_rank_microbatches(original: Original, *args: Any, **kwargs: Any)
     """get_pp_rank_microbatches as planned: how many forwards the interleaved schedule runs, whether all of them ahead,
     how many ahead, and how many not."""
     step, counts = part(Running).step, original(*args, **kwargs)
-    if step is None or step.interleaved is None:
+    if step is None:
         return counts
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    warm_up = step.interleaved.ahead(stages, stage)
+    warm_up = step.running.ahead(stages, stage)
     return counts[0], warm_up == counts[0], warm_up, counts[0] - warm_up
 
 
 def wrap_get_schedule_table(original: Original, *args: Any, **kwargs: Any) -> Any:
     """get_schedule_table as planned: (micro-batch, model chunk) of each forward of the interleaved schedule."""
     step = part(Running).step
-    if step is None or step.interleaved is None:
+    if step is None:
         return original(*args, **kwargs)
-    return list(step.interleaved.table)
+    return list(step.running.table)
 
 
 def _take_scales() -> list[list[Any]]:

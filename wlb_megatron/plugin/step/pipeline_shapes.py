@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from wlb_megatron.pipeline.orders import backward_turns, interleaved
+from wlb_megatron.pipeline.orders import backward_turns, running_order
 from wlb_megatron.plugin.job_state import Original, part
 from wlb_megatron.plugin.micro_batches.loaded import LoadedMicroBatch
 from wlb_megatron.refusals import RefusedHere
@@ -39,7 +39,7 @@ def transfer_orders(
     0 1 | 0 1 | 2 | 2, by turns of chunk 0 and 1; the last stage sends 0 1 2, after its chunk 0, the first sends all.
     Backwards go the same way, through the chunks in reverse order. (Megatron's get_schedule_table.)
     backward_groups: sizes of groups whose backwards run last first (pipeline.orders.grouped_orders); their table is
-    that of pipeline.orders.interleaved.
+    that of pipeline.orders.running_order.
     """
     table: Sequence[tuple[int, int]] = [
         (index, chunk)
@@ -47,8 +47,8 @@ def transfer_orders(
         for chunk in range(chunks)
         for index in range(first, min(first + group, micro_batches))
     ]
-    if backward_groups and chunks > 1:
-        table = interleaved(stages, tuple(backward_groups), chunks).table
+    if backward_groups:
+        table = running_order(stages, tuple(backward_groups), chunks).table
     turns = backward_turns(backward_groups or (1,) * micro_batches)
     through = [index for index, _ in table]
     wrapped = [index for index, chunk in table if chunk < chunks - 1]
