@@ -86,7 +86,6 @@ def test_chunks_that_cannot_be_trained_or_whose_keys_cross_a_slow_network_are_no
         return isinstance(planner.packer, ChunkPacker)
 
     assert chunked("1e12") and not chunked("1e9")
-    assert job("--cp 2 --tp 4").model.cost().per_earlier_key == 0, "within a node nothing is slower"
     line = "analyze --lengths 9,30,64 --window 64 --pp 2 --micro-batches 2 --chunks on"
     shown = refused(f"{line} --cpu-offloading-num-layers 1")
     assert "--chunks on cannot be combined with --cpu-offloading-num-layers" in shown

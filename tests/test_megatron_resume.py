@@ -144,7 +144,7 @@ def test_whole_documents_stay_whole_until_a_flag_says_otherwise(corpus, tmp_path
     cut = {}
     for name, more in (("resumed", ["--load", str(tmp_path / "saved")]), ("new", [])):
         said = output_of([*job, *more], 2, out=tmp_path / name)
-        kept = r"documents stay whole, as the run began; --wlb-chunks on .*: 1\.\d+ in chunks"
+        kept = r"documents stay whole, as the run began; --wlb-chunks on .*: 1\.\d+ times as fast"
         stays = re.search(kept, said)
         assert bool(stays) == (name == "resumed")
         seen = read_ranks(tmp_path / name, 2)[0]["documents"]

@@ -247,9 +247,9 @@ def test_a_step_of_many_windows_has_no_more_micro_batches_than_are_tried_for_eac
 @pytest.mark.usefixtures("quick_thresholds")
 def test_auto_takes_chunks_where_they_are_predicted_to_pay_and_says_why():
     kind, lines = chosen()
-    assert kind is ChunkPacker and "yes (predicted step over ideal" in lines[0]
+    assert kind is ChunkPacker and "yes (predicted: 1." in lines[0]
     kind, lines = chosen(vpp=2)
-    assert kind is ChunkPacker and "yes (predicted step over ideal" in lines[0]
+    assert kind is ChunkPacker and "yes (predicted: 1." in lines[0]
     kind, lines = chosen(pp=1)
     assert kind is VarlenPacker and "no pipeline" in lines[0]
     kind, lines = chosen(sample=[900] * 1000)

@@ -88,7 +88,7 @@ class PackingJob:
         adopt_max_tokens: a loaded state keeps its own Lmax if that, padded, is at most this many tokens.
         no_chunks: (flag, cure) of each setting under which documents cannot train in chunks.
         rooms: those of the first and the last stage if steps keep as many layers as fit.
-        times: simulates plans, by which `chunks=auto` chooses; None: the packer's prediction does.
+        times: simulates plans, by which `chunks=auto` chooses; None: it goes by the packer's prediction.
         say: called with a line on whether documents train in chunks, and why.
     """
 

@@ -14,8 +14,7 @@ from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.packer import Grid, Packer, encode
 from wlb_megatron.pipeline.orders import groups
 from wlb_megatron.pipeline.step_law import StepLaw
-from wlb_megatron.plan import IterationPlan, MicroBatch, Piece
-from wlb_megatron.workload.cost_model import UNITS_PER_TOKEN
+from wlb_megatron.plan import IterationPlan, Piece
 
 STATE_VERSION = 3
 
@@ -204,16 +203,11 @@ class Planner:
         self._put_back = deque(Piece(*row) for row in state["put_back"])
 
 
-def predict_step(grid: Grid, law: StepLaw, per_earlier_key: float = 0.0) -> int:
-    """Work units of a step of these micro-batches. per_earlier_key: see CostModel, for each key of earlier chunks."""
-
-    def work(micro_batch: MicroBatch) -> int:
-        keys = sum(piece.prefix for piece in micro_batch.pieces) if per_earlier_key else 0
-        return micro_batch.work + round(UNITS_PER_TOKEN * per_earlier_key * keys)
-
+def predict_step(grid: Grid, law: StepLaw) -> int:
+    """Work units of a step of these micro-batches."""
     columns = list(zip(*grid, strict=True))
     return law.step(
-        [list(map(work, column)) for column in columns],
+        [[micro_batch.work for micro_batch in column] for column in columns],
         [groups([micro_batch.pieces for micro_batch in column]) for column in columns],
         [[micro_batch.tokens for micro_batch in column] for column in columns],
     )

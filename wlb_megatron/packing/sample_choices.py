@@ -19,9 +19,10 @@ from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.chunk_packer import ChunkPacker
 from wlb_megatron.packing.limits import holds_whole, settings_refused
 from wlb_megatron.packing.packer import ONE_RANK, Packer, PackingJob, Ranks, Times, per_window_of
-from wlb_megatron.packing.planner import Planner, predict_step
+from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.varlen.items import Limits, OutlierQueues
 from wlb_megatron.packing.varlen.varlen_packer import VarlenPacker
+from wlb_megatron.plan import IterationPlan
 from wlb_megatron.workload.cost_model import CostModel
 
 PAYS = 0.98
@@ -97,34 +98,32 @@ def choose_chunks(job: PackingJob, limits: Limits, make_whole: Whole) -> ChunkCh
 
 def _predicted(job: PackingJob, sample: Sequence[int], limits: Limits, make_whole: Whole) -> ChunkChoice:
     """See choose_chunks."""
-    cost, ranks, times = job.cost, job.ranks, job.times
+    cost, ranks, times = job.cost, job.ranks, job.times or _by_law
     lengths = sampled(sample)
-    windows, mean = limits.bins // ranks.dp, int(lengths.sum()) / len(lengths)
-    at_once = MOST_AT_ONCE if times is None else AT_ONCE
-    fill = max(1, int(at_once * mean) // limits.window)  # so many windows
-    windows = min(windows, fill) if times is not None else min(windows, fill, MOST_BINS)
-    dp = 1 if times is None else min(ranks.dp, max(1, fill // windows))
+    mean = int(lengths.sum()) / len(lengths)
+    fill = max(1, int(AT_ONCE * mean) // limits.window)  # so many windows
+    windows = min(limits.bins // ranks.dp, fill)
+    dp = min(ranks.dp, max(1, fill // windows))
     few_limits, few_ranks = replace(limits, bins=windows * dp), ranks._replace(dp=dp)
     packers = (
         ChunkPacker(cost, few_limits, few_ranks, per_window=per_window_of(job.config)),
         make_whole(few_limits, few_ranks),
     )
     tokens = few_limits.bins * limits.window
-    if times is None:
-        cut_time, uncut_time = (
-            step_over_ideal(lengths, tokens, packer, cost.per_earlier_key) for packer in packers
-        )
-        pays = cut_time <= (PAYS if ranks.rooms is None else ALIKE) * uncut_time
-        why = f"predicted step over ideal: {cut_time:.2f} in chunks, {uncut_time:.2f} whole"
-        return ChunkChoice(pays, why, cut_time / uncut_time)
-    looked = min(LOOKED[1], max(LOOKED[0], int(LOOKED[0] * at_once * mean) // tokens))
+    looked = min(LOOKED[1], max(LOOKED[0], int(LOOKED[0] * AT_ONCE * mean) // tokens))
     cut_time, uncut_time = (_per_work(lengths, tokens, packer, looked, times) for packer in packers)
     speed = f"{uncut_time / cut_time:.3f} times as fast as whole documents"
-    return ChunkChoice(cut_time <= ALIKE * uncut_time, f"predicted: {speed}", cut_time / uncut_time)
+    limit = PAYS if job.times is None and ranks.rooms is None else ALIKE
+    return ChunkChoice(cut_time <= limit * uncut_time, f"predicted: {speed}", cut_time / uncut_time)
+
+
+def _by_law(plans: Sequence[IterationPlan]) -> npt.NDArray[np.float64]:
+    """Times of plans, in the cost model's units, where nothing simulates them."""
+    return np.array([plan.predicted for plan in plans], dtype=np.float64)
 
 
 def _per_work(lengths: np.ndarray, tokens: int, packer: Packer, looked: int, times: Times) -> float:
-    """Simulated nanoseconds for a unit of work. A token's would depend on which documents come first."""
+    """Time of a unit of work. A token's would depend on which documents come first."""
     planner = repeating_planner(lengths, packer, tokens)
     plans = list(islice(iter(planner.next_iteration, None), SETTLE + looked))[SETTLE:]
     return float(times(plans).sum()) / max(1, sum(plan.ideal for plan in plans))
@@ -149,10 +148,6 @@ STEPS = (4, 8, 2)
 
 ITERATIONS, MOST_BINS = 96, 8
 """Iterations, and the most micro-batches, with which each choice is tried."""
-
-MOST_AT_ONCE, MOST_PIECES, FEWEST = 8192, 200_000, 8
-"""For tiny documents, chunks are tried with about MOST_AT_ONCE pieces in an iteration, and for fewer iterations, of
-MOST_PIECES pieces in all, but for at least FEWEST."""
 
 
 class Trial(NamedTuple):
@@ -234,29 +229,6 @@ def find_thresholds(
 def sampled(sample: Sequence[int]) -> npt.NDArray[np.int64]:
     """int64[n]: the sample's lengths in one seeded order."""
     return np.random.default_rng(0).permutation(np.asarray(sample, dtype=np.int64))
-
-
-def step_over_ideal(
-    lengths: npt.NDArray[np.int64], global_tokens: int, packer: Packer, per_earlier_key: float = 0.0
-) -> float:
-    """Predicted steps over the same work without bubble and waiting, over at most ITERATIONS iterations of the
-    sample. per_earlier_key: see CostModel; it lengthens steps, and is no part of the work."""
-    planner = repeating_planner(lengths, packer, global_tokens)
-    predicted_work = ideal = pieces = 0
-    for iteration in range(ITERATIONS):
-        if pieces > MOST_PIECES and iteration >= FEWEST:
-            break
-        plan = planner.next_iteration()
-        assert plan is not None
-        # The plan's own prediction has no keys of earlier chunks.
-        predicted_work += (
-            predict_step(plan.micro_batches, packer.law, per_earlier_key)
-            if per_earlier_key
-            else plan.predicted
-        )
-        ideal += plan.ideal
-        pieces += len(plan.arrived)
-    return predicted_work / max(ideal, 1)
 
 
 def _rank(trial: Trial) -> tuple[bool, int]:

@@ -379,14 +379,12 @@ class LayerModel:
             layers=max(1, self.layers // layout.pipeline) if layout.pipeline > 1 else None,
         )
         forward, backward = (self.assumptions.host_launch * way for way in per_micro_batch.least)
-        slower = self.assumptions.slower_row(self.table, layout.context, layout.tensor)
         return CostModel(
             quadratic_at=token / pair,
             per_document=self.table.segment / token,
             per_micro_batch=per_micro_batch.own,
             least_micro_batch=(forward, backward),
             per_chunk=per_micro_batch.chunk,
-            per_earlier_key=slower * (layout.context - 1) / token,
             backward=2 + repeats,
         )
 

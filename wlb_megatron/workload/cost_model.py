@@ -22,7 +22,7 @@ from wlb_megatron.workload.kernel_table import KernelTable, frozen
 class CostModel:
     """work(d) = d + d*d / quadratic_at + per_document, in tokens of linear work.
 
-    Costs are in tokens of linear work. Those of micro-batches, chunks and keys do not enter `work`.
+    Costs are in tokens of linear work. Those of micro-batches and chunks do not enter `work`.
 
     Args:
         quadratic_at: Tokens at which attention (Wa, quadratic) equals everything else (Wl, linear).
@@ -30,8 +30,6 @@ class CostModel:
         per_micro_batch: Cost of one more micro-batch by itself, for kernel calls and fixed kernels.
         least_micro_batch: The host's launches of its forward and its backward, which take at least that.
         per_chunk: Further cost of a micro-batch that shares a document with others.
-        per_earlier_key: Further cost of each earlier token that a chunk attends to, if its keys come over a network
-            slower than a node's links. It enters the choice of chunks alone.
         backward: How many times as long as a forward a backward takes: 3 if it recomputes all layers, 2.5 for half.
     """
 
@@ -40,7 +38,6 @@ class CostModel:
     per_micro_batch: float = 0.0
     least_micro_batch: tuple[float, float] = (0.0, 0.0)
     per_chunk: float = 0.0
-    per_earlier_key: float = 0.0
     backward: float = 2
 
     def __post_init__(self) -> None:
