@@ -2,6 +2,7 @@
 
 import os
 import time
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -10,9 +11,10 @@ import pytest
 
 from wlb_megatron.analyze.comparison import analyze
 from wlb_megatron.analyze.output import as_json
-from wlb_megatron.analyze.search import side_by_side
+from wlb_megatron.analyze.search import side_by_side, with_layout
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.corpus import Corpus
+from wlb_megatron.packing.limits import Trainer
 from wlb_megatron.simulator.job import Job
 from wlb_megatron.simulator.model import LayerModel
 from wlb_megatron.simulator.model_flags import SHAPES
@@ -123,3 +125,16 @@ def test_documents_are_not_sent_and_the_number_of_processes_changes_nothing(leng
         analysis = analyze(unsent, WlbConfig(), job, kind="schedule")
         found.append(as_json(analysis))
     assert found[0] == found[1] and found[0]["search"]["best"] and len(found[0]["gains"]) >= 4
+
+
+def test_virtual_stages_that_are_tried_keep_out_chunks_that_they_cannot_train():
+    layout = Layout(pipeline=2)
+    model = LayerModel(shape=SHAPES["550M"], layout=layout, assumptions=Assumptions())
+    sizes = {"window": 8192, "micro_batches": 4, "iterations": 4, "warm_up": 2, "seed": 3}
+    job = Job(model=model, **sizes, trainer=Trainer(stages=2, offloads=True))
+    assert job.trainer.chunks_refused("on") == []
+    moved = with_layout(job, replace(layout, virtual=2), 4)
+    assert [flag for flag, _ in moved.trainer.chunks_refused("on")] == [
+        "--fine-grained-activation-offloading over virtual stages"
+    ]
+    assert with_layout(moved, layout, 4).trainer == job.trainer

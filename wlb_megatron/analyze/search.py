@@ -233,7 +233,9 @@ def chunk_choices(config: WlbConfig) -> list[WlbConfig]:
 
 
 def with_layout(job: Job, layout: Layout, micro_batches: int) -> Job:
-    trainer = replace(job.trainer, stages=layout.pipeline, tensor=layout.tensor)
+    trainer = replace(
+        job.trainer, stages=layout.pipeline, tensor=layout.tensor, interleaves=layout.virtual > 1
+    )
     return replace(job, model=replace(job.model, layout=layout), micro_batches=micro_batches, trainer=trainer)
 
 
