@@ -43,7 +43,9 @@ def test_every_sharding_cuts_several_micro_batches(name):
 @pytest.mark.parametrize(("field", "name"), ENTRIES)
 def test_an_entry_has_help_and_names_settings_and_entries_that_there_are(field, name):
     entry, entries = KINDS[field][name], KINDS[field]
-    assert entry.help and set(entry.settings) <= {setting.name for setting in fields(WlbConfig)}
+    assert entry.help and set(getattr(entry, "settings", ())) <= {
+        setting.name for setting in fields(WlbConfig)
+    }
     assert not entry.instead or not entries[entry.instead].instead
     assert set(getattr(entry, "chooses", ())) <= entries.keys()
 

@@ -14,7 +14,7 @@ from typing import Any
 from wlb_megatron.config import RANKS, TOKENS, WlbConfig, whole
 from wlb_megatron.errors import WlbError
 from wlb_megatron.refusals import unsupported
-from wlb_megatron.registry import CP_MODES, PACKERS, SHARDINGS, Entry
+from wlb_megatron.registry import PACKERS, Entry
 
 PREFIX = "wlb_"
 
@@ -308,16 +308,16 @@ def refuse_idle(config: WlbConfig) -> None:
 
 def idle(config: WlbConfig) -> dict[str, str]:
     """Names of settings that the others leave without effect, and what they need."""
-    needs: dict[str, list[str]] = {}
-    for field, entries in (("packing", PACKERS), ("sharding", SHARDINGS), ("cp_mode", CP_MODES)):
-        used = entries[getattr(config, field)].settings
-        for name, entry in entries.items():
-            for setting in entry.settings:
-                if setting not in used:
-                    needs.setdefault(setting, []).append(f"{_flag(field)} {name}")
+    used = PACKERS[config.packing].settings
+    needs = {
+        setting: f"--packing {name}"
+        for name, entry in PACKERS.items()
+        for setting in entry.settings
+        if setting not in used
+    }
     if config.cp_mode != "fixed":
-        needs["micro_batches_per_window"] = ["--cp-mode fixed"]
-    return {setting: " or ".join(flags) for setting, flags in needs.items()}
+        needs["micro_batches_per_window"] = "--cp-mode fixed"
+    return needs
 
 
 class UsageError(WlbError):

@@ -22,14 +22,12 @@ class Entry:
     Args:
         code: place of its class or function, "module:name". It is imported when it is used.
         help: its words in the flag's help.
-        settings: fields of WlbConfig that only this entry, and others that name them, read.
         instead: the entry that flags take in its place, with a line, for a name that they no longer offer.
         note: words that this line adds.
     """
 
     code: str
     help: str
-    settings: tuple[str, ...] = ()
     instead: str = ""
     note: str = ""
 
@@ -43,10 +41,12 @@ class PackerEntry(Entry):
     """A packer: a packing.packer.Packer, or a function that returns one, of a PackingJob.
 
     Args:
+        settings: fields of WlbConfig that this packer alone reads.
         fixed_windows: each micro-batch is one window of --seq-length tokens at most. Such a packer makes no chunks, and
             as many micro-batches as there are windows. Else it makes micro-batches of up to --wlb-max-tokens.
     """
 
+    settings: tuple[str, ...] = ()
     fixed_windows: bool = True
 
 
@@ -82,7 +82,6 @@ class KernelsEntry(Entry):
     by_size: bool = False
 
 
-_VARLEN = ("max_tokens", "thresholds", "max_delay", "batch_spread")
 _VARLEN_CODE = "wlb_megatron.packing.factory:make_varlen"
 _GONE = "`python -m scripts.reproduce`, in a clone, compares fixed windows, balanced"
 _CUTS = "wlb_megatron.sharding"
@@ -98,7 +97,7 @@ PACKERS: dict[str, PackerEntry] = {
     "varlen": PackerEntry(
         _VARLEN_CODE,
         "micro-batches of variable length",
-        settings=_VARLEN,
+        settings=("max_tokens", "thresholds", "max_delay", "batch_spread"),
         fixed_windows=False,
     ),
 }
