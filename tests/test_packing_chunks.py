@@ -323,7 +323,7 @@ def test_no_more_tokens_are_held_at_once_than_with_one_micro_batch_a_window(leng
     planner = make_planner(lengths, **size, endless=True)
     allowed = min(size["micro_batches"], size["pp"]) * size["max_tokens"]
     for plan in run(planner, most=8):
-        assert arrange.most_held(plan.micro_batches, planner.packer.law) <= allowed
+        assert arrange.most_in_flight(plan.micro_batches, planner.packer.law) <= allowed
 
 
 @pytest.mark.parametrize(

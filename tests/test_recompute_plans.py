@@ -8,7 +8,6 @@ from recompute_oracle import by_the_flags, held_bytes, most_saved, saved_work
 
 from wlb_megatron.pipeline.kept_layers import (
     Load,
-    floor_peak,
     joined_loads,
     loads_of,
     plan_kept_layers,
@@ -84,7 +83,7 @@ def test_no_event_holds_more_than_is_available_and_the_fullest_is_the_peak(seed,
     available, least = bytes_of(case, share)
     plan = plan_kept_layers(order, loads, memory, available)
     assert plan.fits == (available >= least)
-    assert floor_peak(order, loads, memory) == least
+    assert plan_kept_layers(order, loads, memory, 0).peak == least
     assert plan.peak == max(held_bytes(order, loads, memory, plan.recomputed))
     if plan.fits:
         assert plan.peak <= available
@@ -148,7 +147,7 @@ def test_the_example_keeps_the_first_and_the_last_micro_batch():
     order = grouped_orders(2, (1,) * 3)[0]
     plan = plan_kept_layers(order, loads, StageMemory(chunks=(chunk,)), 90)
     assert plan.recomputed == ((0,), (1,), (0,)) and plan.peak == 84
-    assert floor_peak(order, loads, StageMemory(chunks=(chunk,))) == 12
+    assert plan_kept_layers(order, loads, StageMemory(chunks=(chunk,)), 0).peak == 12
 
 
 def test_loads_count_what_one_context_rank_holds_of_a_document_in_chunks():

@@ -29,6 +29,7 @@ from wlb_megatron.packing.packer import (
     decode,
     most_per_window,
 )
+from wlb_megatron.packing.varlen.arrange import TRIED
 from wlb_megatron.packing.varlen.items import (
     Bins,
     Filled,
@@ -42,9 +43,6 @@ from wlb_megatron.plan import Piece, Waiting
 from wlb_megatron.workload.cost_model import CostModel
 
 _WORK, _TOKENS = itemgetter(0), itemgetter(1)  # of items; faster than access by name
-
-TRIED = 3
-"""The most numbers of micro-batches that are packed and compared; a rough estimate chooses them."""
 
 HELD = 110
 """The most that a stage should hold at once, in percent of the windows in flight (one per stage, interleaved more).

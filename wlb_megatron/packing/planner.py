@@ -152,7 +152,6 @@ class Planner:
             "iteration": self.iteration,
             "samples": self.samples,
             "began": self.began,
-            "supplied": self.iteration,  # until then pieces were taken in
             "taken": self.taken,
             "trained": self.trained,
             "above_spread": self.above_spread,

@@ -73,11 +73,6 @@ def plan_kept_layers(
     return _Stage(order, loads, memory).plan(available)
 
 
-def floor_peak(order: Sequence[Step], loads: Sequence[Load], memory: StageMemory) -> int:
-    """Bytes at the stage's fullest event with the user's flags."""
-    return int(_Stage(order, loads, memory).filled.max())
-
-
 class _Stage:
     """The step's events on one stage. Items are (micro-batch, model chunk), numbered m * chunks + c."""
 

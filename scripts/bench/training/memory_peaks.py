@@ -33,7 +33,7 @@ from scripts.csv_files import write_csv
 from scripts.environment import cpu_environment
 from scripts.warm_ranks import WarmRanks
 from wlb_megatron.documents.lengths import long_tailed
-from wlb_megatron.pipeline.kept_layers import Load, floor_peak
+from wlb_megatron.pipeline.kept_layers import Load, plan_kept_layers
 from wlb_megatron.pipeline.orders import grouped_orders
 from wlb_megatron.workload.memory import GIB, chunked_bytes, stage_memory, token_bytes, weight_bytes
 from wlb_megatron.workload.model import Experts, Layout, Model
@@ -415,7 +415,8 @@ def plan_peak(report: dict[str, Any], shape: Model, layout: Layout, plan: dict[s
         return int(plan["peak"])
     memory = stage_memory(shape, layout, report["stage"], plan["layers"], depths=report["depths"])
     orders = grouped_orders(layout.pipeline, plan["groups"] or (1,) * len(plan["loads"]), len(plan["layers"]))
-    return floor_peak(orders[report["stage"]], [Load(**load) for load in plan["loads"]], memory)
+    loads = [Load(**load) for load in plan["loads"]]
+    return plan_kept_layers(orders[report["stage"]], loads, memory, 0).peak
 
 
 def _longest_in_chunks(documents: Sequence[Sequence[Sequence[int]]]) -> int:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from wlb_megatron.packing.packer import Grid, Ranks
 from wlb_megatron.packing.varlen.items import Bins, Filled, Item, Limits
-from wlb_megatron.pipeline.step_law import StepLaw
+from wlb_megatron.pipeline.step_law import StepLaw, most_held
 from wlb_megatron.plan import MicroBatch
 
 IntArray = npt.NDArray[np.int64]
@@ -128,7 +128,7 @@ def _largest_without(work: IntArray, axis: int) -> IntArray:
 _TOKENS = itemgetter(1)  # of items; faster than access by name
 
 TRIED = 3
-"""How many numbers of micro-batches are packed and simulated; a rough estimate chooses them."""
+"""The most numbers of micro-batches that are packed and compared; a rough estimate chooses them."""
 
 Fill = Callable[[int], tuple[Bins, list[Item]]]
 """Returns that many bins with everything that trains, and what did not fit."""
@@ -156,7 +156,7 @@ def arrange(
         bins, left_out = fill(count * ranks.dp)
         # Only totals matter so far, not what each bin holds.
         grid = assign_ranks([Filled([], *size) for size in zip(bins.work, bins.tokens, strict=True)], ranks)
-        excess = max(0, most_held(grid, law) - token_limit)
+        excess = max(0, most_in_flight(grid, law) - token_limit)
         works, tokens = (
             [[getattr(bin_, name) for bin_ in column] for column in zip(*grid, strict=True)]
             for name in ("work", "tokens")
@@ -172,24 +172,16 @@ def arrange(
     improve_bins(contents, bins.work, limits.capacity, limits.max_documents)
     sizes = (sum(map(_TOKENS, items)) for items in contents)
     grid = assign_ranks(list(map(Filled, contents, bins.work, sizes)), ranks)
-    if most_held(grid, law) > token_limit and fitting_counts != one_per_window:
+    if most_in_flight(grid, law) > token_limit and fitting_counts != one_per_window:
         return arrange(fill, one_per_window, lot, limits, ranks, law)
     return tuple(tuple(bin_.micro_batch() for bin_ in row) for row in grid), left_out
 
 
-def most_held(grid: Sequence[Sequence[Filled | MicroBatch]], law: StepLaw) -> int:
-    """The most tokens, without padding, of consecutive micro-batches that a rank's first stage holds at once.
-
-    Example: 2 stages, tokens 5 3 4: 8.
-    """
-    at_once, peak = law.held_at_once, 0
-    for column in zip(*grid, strict=True):
-        tokens = [micro_batch.tokens for micro_batch in column]
-        peak = max(
-            peak,
-            *(sum(tokens[begin : begin + at_once]) for begin in range(max(1, len(tokens) - at_once + 1))),
-        )
-    return peak
+def most_in_flight(grid: Sequence[Sequence[Filled | MicroBatch]], law: StepLaw) -> int:
+    """The most tokens, without padding, of consecutive micro-batches that a rank's first stage holds at once. One that
+    is in flight counts in full, whatever of its model chunks is held."""
+    whole, ones = StepLaw(pp=law.held_at_once), (1,) * len(grid)
+    return max(most_held([of.tokens for of in column], ones, whole) for column in zip(*grid, strict=True))
 
 
 PARTNERS = 4
