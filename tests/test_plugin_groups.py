@@ -242,6 +242,22 @@ def test_megatrons_interleaved_loop_runs_the_order_that_was_planned(stage, sizes
     assert asked() == before
 
 
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_a_schedule_of_another_order_than_planned_ends_the_step(stages, chunks):
+    """As on a Megatron whose interleaved loop does not ask for its table."""
+    stages(3)
+    loop = Loop(2, 3, 6)
+    line = (
+        r"forward of micro-batch 0 in model chunk 1 out of turn: this Megatron's schedule .* --wlb-chunks off"
+    )
+    with pytest.raises(RuntimeError, match=line), grouped_steps.running((1, 3, 2), 6, chunks):
+        for chunk in (0, 1):
+            loop.forward(None, None, None, 6, torch.ones(8, requires_grad=True), vp_stage=chunk)
+    line = "backward of micro-batch 5 in model chunk 0 out of turn"
+    with pytest.raises(RuntimeError, match=line), grouped_steps.running((6,), 6):
+        loop.backward("the oldest", "the oldest", 0, loop.config)
+
+
 def test_gradients_pass_between_stages_in_the_order_of_backwards():
     for stage in range(3):
         orders = transfer_orders(6, stage, 3, backward_groups=(1, 3, 2))
@@ -267,7 +283,7 @@ def test_groups_are_of_this_rank_or_of_all_that_meet_in_every_step():
     assert [of(0, False), of(1, False), of(0, True), of(1, True)] == [(), (2, 1), (2, 1), (2, 1)]
 
 
-def test_settings_that_chunks_cannot_be_trained_with_are_told_with_a_cure(monkeypatch):
+def test_settings_that_chunks_cannot_be_trained_with_are_told_with_a_cure():
     assert trainer_with().chunks_refused() == []
     assert trainer_with(virtual_pipeline_model_parallel_size=2).chunks_refused() == []
     ((refused, cure),) = trainer_with(cpu_offloading_num_layers=2).chunks_refused()
@@ -282,11 +298,6 @@ def test_settings_that_chunks_cannot_be_trained_with_are_told_with_a_cure(monkey
     assert trainer_with(moe_enable_routing_replay=True).chunks_refused() == []  # a dense model has no routers
     replays = {"num_experts": 4, "moe_enable_routing_replay": True}
     assert [flag for flag, _ in trainer_with(**replays).chunks_refused()] == ["--moe-enable-routing-replay"]
-    with monkeypatch.context() as another:
-        another.setattr(schedules, "forward_backward_pipelining_with_interleaving", lambda **_: None)
-        ((refused, cure),) = trainer_with(virtual_pipeline_model_parallel_size=2).chunks_refused()
-        assert refused.startswith("--num-virtual-stages") and "not the one that was tried" in cure
-        assert trainer_with().chunks_refused() == []
     by_document = {"num_experts": 4, "moe_router_load_balancing_type": ["seq_aux_loss", "global_aux_loss"]}
     assert trainer_with(**by_document).chunks_refused() == []
 

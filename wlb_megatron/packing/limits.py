@@ -309,7 +309,6 @@ class Trainer:
         interleaves: has virtual stages.
         offloads_layers: offloads whole layers.
         replays_routes: experts' choices are recorded and replayed.
-        unknown_schedule: it interleaves stages in a way that the plugin does not know.
         hides_padding: its block gives layers that it does not recompute no padding mask.
         delta_nets: it has gated delta nets.
     """
@@ -326,7 +325,6 @@ class Trainer:
     interleaves: bool = False
     offloads_layers: bool = False
     replays_routes: bool = False
-    unknown_schedule: bool = False
     hides_padding: bool = False
     delta_nets: bool = False
 
@@ -334,12 +332,6 @@ class Trainer:
         """(flag, cure) of each setting under which a step cannot run in groups of micro-batches, or runs so only if
         asked. `chunks` is the choice of --wlb-chunks."""
         rows = (
-            (
-                self.unknown_schedule,
-                "--num-virtual-stages-per-pipeline-rank / --num-layers-per-virtual-pipeline-stage",
-                "this Megatron's interleaved schedule is not the one that was tried; use one model chunk a stage, or a "
-                "release that was tried",
-            ),
             (
                 self.offloads and self.interleaves,
                 "--fine-grained-activation-offloading over virtual stages",

@@ -6,11 +6,9 @@ Who needs that reads it from Megatron where it stands, and hands it on as a valu
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from types import CodeType
 from typing import Any
 
 from wlb_megatron.attention.kernels import kernel_choice
@@ -266,8 +264,6 @@ def trainer_of(args: Any) -> Trainer:
         # Where the block has this function itself (dev). Elsewhere megatron.core.recompute hands the mask on.
         hides_padding=hasattr(TransformerBlock, "_checkpointed_forward"),
         delta_nets=delta_nets(args),
-        unknown_schedule=bool(setting("virtual_pipeline_model_parallel_size"))
-        and not _interleaves_as_known(),
     )
 
 
@@ -280,19 +276,6 @@ def _shares_scales(setting: Callable[[str], Any]) -> bool:
     """
     delayed_scaling = setting("fp8") and setting("fp8_recipe") in (None, "delayed", "custom")
     return bool((delayed_scaling and not setting("tp_only_amax_red")) or setting("te_precision_config_file"))
-
-
-def _interleaves_as_known() -> bool:
-    """Whether this Megatron's interleaved loop still calls what is replaced here, by the names of its code."""
-    from megatron.core.pipeline_parallel import schedules
-
-    def names(code: CodeType) -> set[str]:
-        nested = (names(constant) for constant in code.co_consts if isinstance(constant, CodeType))
-        return set(code.co_names).union(*nested)
-
-    loop = inspect.unwrap(schedules.forward_backward_pipelining_with_interleaving)
-    called = {"get_pp_rank_microbatches", "get_schedule_table", "forward_step", "backward_step"}
-    return called <= names(loop.__code__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

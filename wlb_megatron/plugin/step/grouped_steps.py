@@ -36,6 +36,10 @@ from wlb_megatron.pipeline.orders import grouped_orders, running_order
 from wlb_megatron.plugin.job_state import Original, part
 from wlb_megatron.plugin.model import routing
 
+_OUT_OF_TURN = (
+    "out of turn: this Megatron's schedule is not one that wlb_megatron was tried with; set --wlb-chunks off"
+)
+
 
 class GroupedStep:
     """What a step in groups keeps: the tensors of each micro-batch and model chunk between forward and backward."""
@@ -58,8 +62,10 @@ class GroupedStep:
 
     def keep(self, chunk: int, input_tensor: Any, output_tensor: Any) -> None:
         """Tensors of the forward that has just run, through this model chunk, and what its recomputation needs."""
-        for_backward = _take_scales(), part(routing.Routed).documents
-        self._kept[self._forwards[chunk], chunk] = input_tensor, output_tensor, *for_backward
+        forward = self._forwards[chunk], chunk
+        if forward != self.running.table[self._forwards.total()]:
+            raise RuntimeError(f"forward of micro-batch {forward[0]} in model chunk {chunk} {_OUT_OF_TURN}")
+        self._kept[forward] = input_tensor, output_tensor, _take_scales(), part(routing.Routed).documents
         self._forwards[chunk] += 1
 
     def backward(self, call: Callable[..., Any], gradient: Any, args: tuple[Any, ...]) -> Any:
@@ -81,10 +87,7 @@ class GroupedStep:
     def _next(self, call: Callable[..., Any], gradient: Any, args: tuple[Any, ...]) -> Any:
         micro_batch, chunk = self._backwards[self._done]
         if not self._ready():
-            raise RuntimeError(
-                f"backward of micro-batch {micro_batch} in model chunk {chunk} before its forward: this Megatron's "
-                "schedule is not the one that wlb_megatron was tried with; set --wlb-chunks off"
-            )
+            raise RuntimeError(f"backward of micro-batch {micro_batch} in model chunk {chunk} {_OUT_OF_TURN}")
         inputs, outputs, scales, documents = self._kept.pop((micro_batch, chunk))
         _put_scales(scales)
         routing.begin(documents, in_backward=True)
