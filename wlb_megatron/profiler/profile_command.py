@@ -9,16 +9,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from wlb_megatron.arguments import add_sizes
 from wlb_megatron.attention.kernels import kernel_choice
 from wlb_megatron.config import SECONDS, real
 from wlb_megatron.errors import WlbError, explain_bad_values, install
-from wlb_megatron.report.terminal import print_table, progress
+from wlb_megatron.report.terminal import progress
 from wlb_megatron.simulator.model_flags import add_experts, add_model, profiled_model
-from wlb_megatron.workload.cost_model import Costs
-from wlb_megatron.workload.fit import Device, fit, leave_out
+from wlb_megatron.workload.fit import Device, fit
 from wlb_megatron.workload.profile import ProfiledModel, read_samples, write_profile
 
 
@@ -92,9 +89,6 @@ def run_profile(args: argparse.Namespace) -> None:
         ) from None
     if profiled is not None:
         _fit_and_write(out, profiled)
-        print(
-            f"{out}: {len(profiled['samples'])} points of {profiled['settings']['gpu']} in {profiled['seconds']} s"
-        )
 
 
 def _measured(args: argparse.Namespace, model: ProfiledModel) -> dict[str, Any] | None:
@@ -125,53 +119,17 @@ def _measured(args: argparse.Namespace, model: ProfiledModel) -> dict[str, Any] 
 
 
 def _fit_and_write(path: Path, profiled: dict[str, Any]) -> None:
-    """Fits, writes, and shows the fit and its error on samples that it has not seen."""
+    """Fits, writes, and says what was measured and where attention costs as much as the rest of a layer."""
     write_profile(path, profiled)  # what was measured is kept, whatever the fit says of it
     settings = profiled["settings"]
     model = ProfiledModel.from_dict(settings["model"])
     device = Device(settings["gpu"], settings["processors"], kernel_choice.kernels_name(settings["backend"]))
     costs = fit(model, profiled["samples"], device)
-    sizes = {part: np.abs(errors) for part, errors in leave_out(model, profiled["samples"], device).items()}
-    errors = {
-        part: {"mean": float(size.mean()), "p95": float(np.percentile(size, 95)), "points": len(size)}
-        for part, size in sizes.items()
-    }
-    write_profile(path, {**profiled, "fit": asdict(costs), "leave_out": errors})
-    rows = [[part, e["points"], f"{e['mean']:.1%}", f"{e['p95']:.1%}"] for part, e in errors.items()]
-    print_table(
-        "attention predicted without having seen it: relative error", ("part", "points", "mean", "p95"), rows
+    write_profile(path, {**profiled, "fit": asdict(costs)})
+    print(
+        f"{path}: {len(profiled['samples'])} points of {settings['gpu']} in {profiled['seconds']} s; attention costs "
+        f"as much as the rest of a layer at {costs.quadratic_at:,.0f} tokens"
     )
-    print_table("fitted", ("cost", "forward", "backward"), fitted_rows(costs))
-
-
-def fitted_rows(costs: Costs) -> list[list[str]]:
-    """A line for each cost, forward and backward."""
-    both = (costs.forward, costs.backward)
-    tokens = int(costs.layer.tokens[-1])
-    big = [int(costs.forward.queries[-1])]
-    pair = 4 * costs.forward.heads * costs.forward.head_dim / 2
-    flops = [factor * pair * big[0] * (big[0] + 128) for factor in (1, 2.5)]
-    rates = [f / float(t.diagonal[-1]) / 1e3 for f, t in zip(flops, both, strict=True)]
-    return [
-        [f"attention of {big[0]} causal rows (TFLOP/s)", *(f"{rate:.0f}" for rate in rates)],
-        ["an attention call (us)", *(f"{t.call / 1e3:.1f}" for t in both)],
-        ["a segment (us)", *(f"{t.segment / 1e3:.2f}" for t in both)],
-        ["a row of queries, of keys (ns)", *(f"{t.query_row:.2f}, {t.key_row:.2f}" for t in both)],
-        ["a call on earlier keys, in all (us)", *(f"{t.earlier_call / 1e3:.1f}" for t in both)],
-        ["a row moved for it: query, key (ns)", *(f"{t.moved_query:.2f}, {t.moved_key:.2f}" for t in both)],
-        ["keys of a remote token (ns)", *(f"{t.exchange_row:.1f}" for t in both)],
-        [f"the rest of a layer, a token of {tokens} (ns)", *(f"{ns:.1f}" for ns in costs.layer.slope())],
-        ["attention costs as much as the rest at (tokens)", f"{costs.quadratic_at:.0f}", ""],
-        ["a document, in tokens", f"{costs.per_document:.1f}", ""],
-        ["embedding, a token (ns)", *(f"{ns:.1f}" for ns in costs.embedding.slope())],
-        ["output and loss, a token (ns)", *(f"{ns:.1f}" for ns in costs.loss.slope())],
-        ["host to launch a layer (us)", *(f"{ns / 1e3:.0f}" for ns in costs.host)],
-        ["optimizer, a million parameters (us)", f"{costs.optimizer * 1e3:.2f}", ""],
-        *(
-            [f"{name}: latency (us), rate (GB/s)", f"{link.latency / 1e3:.1f}, {1 / link.per_byte:.0f}", ""]
-            for name, link in (costs.links or {}).items()
-        ),
-    ]
 
 
 def _backend(choice: str, model: ProfiledModel, torch: Any) -> str:
