@@ -20,7 +20,7 @@ from wlb_megatron.profiler.points import GRIDS, MOST_ROWS, attention_points
 from wlb_megatron.profiler.run import Clock
 from wlb_megatron.sharding.attention_calls import attention_layout
 from wlb_megatron.workload.model import Experts
-from wlb_megatron.workload.profile import ProfiledModel, host_name, read_profile, write_profile
+from wlb_megatron.workload.profile import ProfiledModel, host_name, read_profile
 
 _ARGUMENTS = """--grid tiny --backend torch --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4
 --num-query-groups 2 --vocab-size 128 --swiglu"""
@@ -65,13 +65,6 @@ def test_a_profile_says_what_it_is_of(profile_path):
     assert times[512] > times[16]
 
 
-def test_a_profile_is_fitted_again_without_measuring(tmp_path, profile_path):
-    before = profile_path.read_text()
-    assert main(["profile", "--refit", str(profile_path), "--out", str(tmp_path / "again.json")]) == 0
-    again = json.loads((tmp_path / "again.json").read_text())
-    assert profile_path.read_text() == before and again == json.loads(before)
-
-
 def test_a_layer_that_cannot_be_built_ends_in_one_line(tmp_path, capsys):
     """Megatron's dispatcher of tokens makes a CUDA stream. Without Megatron it is one line, too."""
     flags = ["profile", "--out", str(tmp_path / "p.json"), *FLAGS]
@@ -87,13 +80,10 @@ def test_a_layer_that_cannot_be_built_ends_in_one_line(tmp_path, capsys):
     assert "profiling needs megatron.core" in error and "pip install" in error and error.count("\n") == 1
 
 
-def test_a_budget_ends_measuring_but_keeps_what_was_measured(tmp_path, capsys):
+def test_a_budget_too_small_for_a_fit_writes_no_profile(tmp_path, capsys):
     out = tmp_path / "p.json"
     assert main(["profile", "--out", str(out), *FLAGS, "--budget", "0"]) == 2
-    capsys.readouterr()
-    assert json.loads(out.read_text())["samples"] == []
-    assert main(["profile", "--refit", str(out)]) == 2
-    assert "lacks" in capsys.readouterr().err
+    assert "the profile lacks" in capsys.readouterr().err and not out.exists()
 
 
 @pytest.mark.parametrize(
@@ -104,7 +94,7 @@ def test_a_budget_ends_measuring_but_keeps_what_was_measured(tmp_path, capsys):
         ("--out p.json --backend te", "needs a GPU"),
         ("--out p.json", "no GPU was found"),
         ("--out p.json --backend torch --num-attention-heads 3 --num-query-groups 2", "not a multiple of"),
-        ("--refit none.json", "cannot be read"),
+        ("--refit p.json", "measure again"),
     ],
 )
 def test_wrong_flags_end_in_one_line(tmp_path, monkeypatch, capsys, flags, message):
@@ -227,21 +217,18 @@ def test_a_layers_experts_are_counted_and_see_their_part_of_the_tokens():
     assert torch.equal(out, torch.cat((2 * x[:3], x[3:]))) and bias is None
 
 
-def test_a_profile_with_experts_is_of_them_alone(tmp_path, profile_path, capsys, monkeypatch):
+def test_a_profile_with_experts_is_of_them_alone(tmp_path, capsys, monkeypatch):
     """Of a launch command; analyze then needs no flags of experts, and refuses other ones."""
     launch = """torchrun --nproc-per-node 4 pretrain_gpt.py --hidden-size 32 --num-attention-heads 4 --swiglu
     --num-query-groups 2 --group-query-attention --vocab-size 128 --num-experts 8 --moe-router-topk 2
     --moe-ffn-hidden-size 32 --expert-model-parallel-size 2 --lr 1e-4 --num-layers 2"""
     out = tmp_path / "p.json"
-    flags = ["--out", str(out), "--grid", "tiny", "--backend", "torch", "--budget", "0"]
+    flags = ["--out", str(out), "--grid", "tiny", "--backend", "torch"]
     dense = ProfiledModel(hidden=32, ffn=64, heads=4, kv_heads=2)  # experts need a GPU
     monkeypatch.setattr(run, "megatron_layer", lambda _, *device: megatron_layer(dense, *device))
-    assert main(["profile", *flags, "--", *launch.split()]) == 2  # nothing was measured
-    shown = json.loads(out.read_text())
-    sizes = ProfiledModel.from_dict(shown["settings"]["model"])
+    assert main(["profile", *flags, "--", *launch.split()]) == 0
+    sizes = read_profile(out).model
     assert (sizes.ffn, sizes.rank_experts, sizes.experts) == (64, 4, Experts(8, 32, parallel=2))
-    fitted = json.loads(profile_path.read_text())
-    write_profile(out, {**fitted, "settings": shown["settings"]})
     job = f"analyze --profile {out} --lengths 30,40,9,64 --window 64 --iterations 1 --cp 2".split()
     capsys.readouterr()
     assert main([*job, "--no-split", "--search", "none", "--num-layers", "2"]) == 0

@@ -16,7 +16,7 @@ from wlb_megatron.errors import WlbError, explain_bad_values, install
 from wlb_megatron.report.terminal import progress
 from wlb_megatron.simulator.model_flags import add_experts, add_model, profiled_model
 from wlb_megatron.workload.fit import Device, fit
-from wlb_megatron.workload.profile import ProfiledModel, read_samples, write_profile
+from wlb_megatron.workload.profile import ProfiledModel, write_profile
 
 
 def add_profile(parser: argparse.ArgumentParser) -> None:
@@ -30,14 +30,9 @@ def add_profile(parser: argparse.ArgumentParser) -> None:
     add(
         "--out",
         metavar="PATH",
-        help="file to write (required, unless --refit)",
+        help="file to write (required)",
     )
-    add(
-        "--refit",
-        metavar="PATH",
-        help="fit the measurements of this profile again, without measuring, and write it to --out, else back "
-        "(default: measure)",
-    )
+    add("--refit", help=argparse.SUPPRESS)
     add_model(parser)
     add_experts(parser)
     add_sizes(parser)
@@ -70,8 +65,7 @@ def add_profile(parser: argparse.ArgumentParser) -> None:
 
 def run_profile(args: argparse.Namespace) -> None:
     if args.refit is not None:
-        _fit_and_write(Path(args.out or args.refit), read_samples(args.refit))
-        return
+        raise WlbError("--refit is gone: measure again, with --out PATH in its place")
     if args.out is None:
         raise WlbError("profile writes a file: give --out PATH")
     with explain_bad_values():
@@ -88,7 +82,16 @@ def run_profile(args: argparse.Namespace) -> None:
             f"profiling needs {error.name}, which does not import ({error}): {install('gpu')}"
         ) from None
     if profiled is not None:
-        _fit_and_write(out, profiled)
+        settings = profiled["settings"]
+        device = Device(
+            settings["gpu"], settings["processors"], kernel_choice.kernels_name(settings["backend"])
+        )
+        costs = fit(model, profiled["samples"], device)
+        write_profile(out, {**profiled, "fit": asdict(costs)})
+        print(
+            f"{out}: {len(profiled['samples'])} points of {device.name} in {profiled['seconds']} s; attention costs "
+            f"as much as the rest of a layer at {costs.quadratic_at:,.0f} tokens"
+        )
 
 
 def _measured(args: argparse.Namespace, model: ProfiledModel) -> dict[str, Any] | None:
@@ -116,20 +119,6 @@ def _measured(args: argparse.Namespace, model: ProfiledModel) -> dict[str, Any] 
         )
     leave()
     return profiled if reports else None
-
-
-def _fit_and_write(path: Path, profiled: dict[str, Any]) -> None:
-    """Fits, writes, and says what was measured and where attention costs as much as the rest of a layer."""
-    write_profile(path, profiled)  # what was measured is kept, whatever the fit says of it
-    settings = profiled["settings"]
-    model = ProfiledModel.from_dict(settings["model"])
-    device = Device(settings["gpu"], settings["processors"], kernel_choice.kernels_name(settings["backend"]))
-    costs = fit(model, profiled["samples"], device)
-    write_profile(path, {**profiled, "fit": asdict(costs)})
-    print(
-        f"{path}: {len(profiled['samples'])} points of {settings['gpu']} in {profiled['seconds']} s; attention costs "
-        f"as much as the rest of a layer at {costs.quadratic_at:,.0f} tokens"
-    )
 
 
 def _backend(choice: str, model: ProfiledModel, torch: Any) -> str:

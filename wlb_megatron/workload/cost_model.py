@@ -278,17 +278,15 @@ class Costs:
 
     @staticmethod
     def from_dict(fields: dict[str, Any]) -> Costs:
-        """The inverse of dataclasses.asdict; the first profiles lack some of the host's times. Raises KeyError,
-        TypeError or ValueError if `fields` is not of that form."""
+        """The inverse of dataclasses.asdict. KeyError, TypeError or ValueError if `fields` is not of that form."""
         parts: dict[str, Any] = {
             name: KernelTable(**frozen(fields[name])) for name in ("forward", "backward")
         }
         parts |= {name: Curve(**frozen(fields[name])) for name in ("layer", "embedding", "loss")}
         links = {name: TransferCost(**link) for name, link in (fields["links"] or {}).items()}
         for name in ("host", "host_second", "host_embedding", "host_loss"):
-            if name in fields or name == "host":  # the first profiles lack the others
-                forward, backward = fields[name]
-                parts[name] = (float(forward), float(backward))
+            forward, backward = fields[name]
+            parts[name] = (float(forward), float(backward))
         parts |= {name: float(fields[name]) for name in ("optimizer", "quadratic_at", "per_document")}
         return Costs(**parts, links=links)
 

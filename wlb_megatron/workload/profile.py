@@ -112,11 +112,25 @@ class Profile:
             )
 
 
+def _no_number(name: str) -> Any:
+    raise ValueError(f"{name} is no number")  # compares as false with any limit, and rounds to -2**63
+
+
 def read_profile(path: str | Path) -> Profile:
-    """Read a profile. WlbError as of read_samples, and if it was not fitted."""
-    contents = read_samples(path)
-    if "fit" not in contents:
-        raise WlbError(f"profile {path} was measured but not fitted: run wlb-megatron profile --refit {path}")
+    """Read a profile. WlbError, naming the file, if it is missing, damaged or of another format."""
+    again = "make it again with wlb-megatron profile"
+    try:
+        contents = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_no_number)
+    except OSError as error:
+        raise WlbError(
+            f"profile {path} cannot be read: {error.strerror}; give the file that wlb-megatron profile wrote"
+        ) from None
+    except ValueError as error:
+        raise WlbError(f"profile {path} is not JSON ({error}); {again}") from None
+    if not isinstance(contents, dict) or contents.get("format") != FORMAT:
+        raise WlbError(f"profile {path} is not of format {FORMAT}; {again}")
+    if not {"settings", "samples"} <= contents.keys() or contents.get("fingerprint") != fingerprint(contents):
+        raise WlbError(f"profile {path} is damaged (its fingerprint does not match its samples); {again}")
     try:
         settings = contents["settings"]
         return Profile(
@@ -129,32 +143,7 @@ def read_profile(path: str | Path) -> Profile:
             host=str(settings.get("host", "")),
         )
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise WlbError(f"profile {path} is damaged ({error}); {_AGAIN}") from None
-
-
-_AGAIN = "make it again with wlb-megatron profile"
-
-
-def _no_number(name: str) -> Any:
-    raise ValueError(f"{name} is no number")  # compares as false with any limit, and rounds to -2**63
-
-
-def read_samples(path: str | Path) -> dict[str, Any]:
-    """A profile as its file has it, measured and perhaps fitted. WlbError, naming the file, if it is missing,
-    damaged or of another format."""
-    try:
-        contents = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_no_number)
-    except OSError as error:
-        raise WlbError(
-            f"profile {path} cannot be read: {error.strerror}; give the file that wlb-megatron profile wrote"
-        ) from None
-    except ValueError as error:
-        raise WlbError(f"profile {path} is not JSON ({error}); {_AGAIN}") from None
-    if not isinstance(contents, dict) or contents.get("format") != FORMAT:
-        raise WlbError(f"profile {path} is not of format {FORMAT}; {_AGAIN}")
-    if not {"settings", "samples"} <= contents.keys() or contents.get("fingerprint") != fingerprint(contents):
-        raise WlbError(f"profile {path} is damaged (its fingerprint does not match its samples); {_AGAIN}")
-    return contents
+        raise WlbError(f"profile {path} is damaged ({error}); {again}") from None
 
 
 def host_name() -> str:
