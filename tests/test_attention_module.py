@@ -313,8 +313,8 @@ def test_a_layer_gets_the_kernels_that_are_asked_for(on_hopper, installed):
     [
         ("auto", False, None, "torch"),
         ("auto", True, None, "fa4"),
-        ("auto", True, "no", "te"),
-        ("te", True, None, "te"),
+        ("auto", True, "no", "cudnn"),
+        ("te", True, None, "cudnn"),
         ("fa4", True, "no", "WlbError"),
         ("fa4", False, None, "WlbError"),
         ("torch", True, None, "torch"),

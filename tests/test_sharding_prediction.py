@@ -105,10 +105,6 @@ def test_a_table_is_written_and_read_back_whole_and_a_missing_one_named(tmp_path
     path = tmp_path / "table.json"
     path.write_text(h100().to_json())
     assert KernelTable.from_json(path) == h100()
-    older = json.loads(h100().to_json())
-    del older["backend"]
-    path.write_text(json.dumps(older))
-    assert KernelTable.from_json(path).backend == "cudnn", "before there were two"
     with pytest.raises(ValueError, match=r"cannot read kernel table nowhere\.json: No such file"):
         KernelTable.from_json("nowhere.json")
 

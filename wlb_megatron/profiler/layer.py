@@ -216,8 +216,8 @@ def _alone(layout: AttentionLayout) -> AttentionLayout:
     return replace(layout, exchange=inward)
 
 
-def megatron_layer(model: ProfiledModel, device: torch.device, dtype: torch.dtype) -> tuple[nn.Module, str]:
-    """A layer of one tensor-parallel rank's shape, called with [t, 1, hidden] and rotary angles, and its name.
+def megatron_layer(model: ProfiledModel, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """A layer of one tensor-parallel rank's shape, called with [t, 1, hidden] and rotary angles.
 
     On a GPU it is of Transformer Engine's modules, on a CPU of Megatron's own. Without sequence parallelism's split of
     norms and residuals. With experts a router spreads t tokens over this rank's experts, as many rows as all
@@ -237,13 +237,9 @@ def megatron_layer(model: ProfiledModel, device: torch.device, dtype: torch.dtyp
             f"Megatron's layer cannot be built ({str(error).partition(chr(10))[0]}): run wlb-megatron doctor for "
             "versions that work"
         ) from None
-    name = "Megatron's TransformerLayer"
-    if model.experts is not None:
-        # TEGroupedMLP, or SequentialMLP with a Transformer Engine that has no grouped products.
-        name += f" with {model.rank_experts} experts ({type(layer.mlp.experts).__name__})"
-        if model.experts.tensor < model.tp:
-            layer.mlp = _Part(layer.mlp, model.tp // model.experts.tensor)
-    return _Layer(keep_gradients(layer)), name
+    if model.experts is not None and model.experts.tensor < model.tp:
+        layer.mlp = _Part(layer.mlp, model.tp // model.experts.tensor)
+    return _Layer(keep_gradients(layer))
 
 
 def _built(model: ProfiledModel, dtype: torch.dtype, on_gpu: bool) -> Any:

@@ -13,6 +13,7 @@ from wlb_megatron.arguments import add_sizes
 from wlb_megatron.attention.kernels import kernel_choice
 from wlb_megatron.config import SECONDS, real
 from wlb_megatron.errors import WlbError, explain_bad_values, install
+from wlb_megatron.registry import KERNELS, USUAL_KERNELS
 from wlb_megatron.report.terminal import progress
 from wlb_megatron.simulator.model_flags import add_experts, add_model, profiled_model
 from wlb_megatron.workload.fit import Device, fit
@@ -49,7 +50,7 @@ def add_profile(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--backend",
-        choices=("auto", *kernel_choice.BACKENDS),
+        choices=("auto", "te", *(name for name in KERNELS if name != USUAL_KERNELS), "torch"),
         default="auto",
         help="attention kernels: te (cuDNN's through Transformer Engine), fa4 (FlashAttention-4), torch (on the CPU), "
         "auto (those that --wlb-kernels auto trains with) (default: auto)",
@@ -83,9 +84,7 @@ def run_profile(args: argparse.Namespace) -> None:
         ) from None
     if profiled is not None:
         settings = profiled["settings"]
-        device = Device(
-            settings["gpu"], settings["processors"], kernel_choice.kernels_name(settings["backend"])
-        )
+        device = Device(settings["gpu"], settings["processors"], settings["backend"])
         costs = fit(model, profiled["samples"], device)
         write_profile(out, {**profiled, "fit": asdict(costs)})
         print(
@@ -122,7 +121,7 @@ def _measured(args: argparse.Namespace, model: ProfiledModel) -> dict[str, Any] 
 
 
 def _backend(choice: str, model: ProfiledModel, torch: Any) -> str:
-    """te, fa4 or torch. WlbError if the one asked for cannot run."""
+    """The kernels to measure: cudnn, fa4 or torch. WlbError if those asked for cannot run."""
     if choice == "torch" or (choice == "auto" and not torch.cuda.is_available()):
         return "torch"
     if not torch.cuda.is_available():
@@ -132,7 +131,7 @@ def _backend(choice: str, model: ProfiledModel, torch: Any) -> str:
     import transformer_engine.pytorch  # noqa: F401
 
     if choice == "te":
-        return "te"
+        return USUAL_KERNELS
     layer = kernel_choice.Layer(
         dim=model.head_dim,
         v_dim=model.head_dim,
@@ -140,7 +139,7 @@ def _backend(choice: str, model: ProfiledModel, torch: Any) -> str:
         capability=torch.cuda.get_device_capability(),
     )
     if choice == "auto":
-        return kernel_choice.backend_of(kernel_choice.chosen(choice, layer)[0])
+        return kernel_choice.chosen(choice, layer)[0]
     if lacks := kernel_choice.lacks(choice, layer):
         raise WlbError(f"--backend {choice} cannot be used: {lacks}; give --backend te")
     return choice

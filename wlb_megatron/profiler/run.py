@@ -33,6 +33,7 @@ from wlb_megatron.profiler.layer import (
 )
 from wlb_megatron.profiler.points import GRIDS, Grid, Point, attention_points
 from wlb_megatron.registry import KERNELS
+from wlb_megatron.workload.fit import LINKS
 from wlb_megatron.workload.profile import FORMAT, ProfiledModel, host_name
 
 Say = Callable[[str], None]
@@ -68,7 +69,7 @@ def profile(
             continue
         samples.append({"part": point.part, "sizes": point.sizes, **asdict(timing)})
     if world > 1:
-        for name, size in product(OPERATIONS, GRIDS[grid].bytes):
+        for name, size in product(LINKS, GRIDS[grid].bytes):
             tick(f"{name} {size} bytes")
             sample = time_operation(name, size, device)
             samples.append({"part": name, "sizes": {"bytes": size, "ranks": world}, **sample})
@@ -79,8 +80,6 @@ def profile(
     return {
         "format": FORMAT,
         "settings": settings,
-        "layer": parts.layer_name,
-        "layer_parameters": model.rank_parameters_passed,
         "seconds": round(time.perf_counter() - begin, 1),
         "samples": samples,
     }
@@ -95,7 +94,7 @@ class _Parts:
         self.clock = Clock(device, grid.seconds)
         self.like = torch.empty(0, device=device, dtype=self.dtype)
         self.attention = AttentionBench(model, _kernels(backend), device, self.dtype)
-        self.layer, self.layer_name = megatron_layer(model, device, self.dtype)
+        self.layer = megatron_layer(model, device, self.dtype)
         self.ends: Any = keep_gradients(Ends(model).to(device, self.dtype))
 
     def step(self, point: Point) -> Part:
@@ -116,7 +115,7 @@ def _kernels(backend: str) -> Any:
         from wlb_megatron.attention.kernels.torch_backend import TorchKernels
 
         return TorchKernels()
-    return kernel_choice.kernels(kernel_choice.kernels_name(backend))
+    return kernel_choice.kernels(backend)
 
 
 def _points(grid: Grid, model: ProfiledModel) -> Iterator[Point]:
@@ -132,7 +131,7 @@ def _points(grid: Grid, model: ProfiledModel) -> Iterator[Point]:
 
 def count_points(grid: str, model: ProfiledModel, world: int) -> int:
     """How often `profile` ticks."""
-    extra = len(OPERATIONS) * len(GRIDS[grid].bytes) if world > 1 else 0
+    extra = len(LINKS) * len(GRIDS[grid].bytes) if world > 1 else 0
     return sum(1 for _ in _points(GRIDS[grid], model)) + extra
 
 
@@ -264,7 +263,6 @@ class Clock:
 WARM_UP, REPEATS = 3, 9
 PAUSE_CYCLES = 20_000_000
 """About 10 ms on an H100."""
-OPERATIONS = ("all_gather", "reduce_scatter", "all_to_all", "p2p")
 
 
 def time_operation(name: str, size: int, device: torch.device) -> dict[str, Any]:

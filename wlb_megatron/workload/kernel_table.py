@@ -189,7 +189,6 @@ class KernelTable:
         if not isinstance(table, dict) or table.pop("version", None) != VERSION:
             raise ValueError(f"kernel table {path} is not of version {VERSION}; {again}")
         table.pop("measured", None)  # for readers of the file
-        table.setdefault("backend", "cudnn")  # there was no other
         names = {field.name for field in fields(KernelTable)}
         if set(table) != names:
             wrong = ", ".join(sorted(names.symmetric_difference(table)))

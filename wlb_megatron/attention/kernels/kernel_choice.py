@@ -12,9 +12,6 @@ from typing import Any
 from wlb_megatron.errors import WlbError, install
 from wlb_megatron.registry import KERNELS, USUAL_KERNELS, load
 
-BACKENDS = ("te", *(name for name in KERNELS if name != USUAL_KERNELS), "torch")
-"""Kernels by the names that profiles have on disk: cuDNN's through Transformer Engine, others', plain torch."""
-
 
 @dataclass(frozen=True)
 class Layer:
@@ -112,13 +109,3 @@ def narrow_values(dim: int, v_dim: int) -> bool:
 def kernels(name: str, deterministic: bool = False) -> Any:
     """The backend of that name, a sharded_attention.Kernels."""
     return KERNELS[name].load()(deterministic)
-
-
-def kernels_name(backend: str) -> str:
-    """The name of a backend's kernels in a kernel table."""
-    return USUAL_KERNELS if backend == "te" else backend
-
-
-def backend_of(kernels: str) -> str:
-    """The backend of these kernels: the inverse of kernels_name."""
-    return "te" if kernels == USUAL_KERNELS else kernels
