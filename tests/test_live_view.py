@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import pickle
 import re
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import count, islice
@@ -25,7 +24,7 @@ from wlb_megatron.pipeline.orders import links_of
 from wlb_megatron.plan import IterationPlan, MicroBatch, Piece
 from wlb_megatron.plugin.flags.limits import complete, fit_to_memory, recompute_memory
 from wlb_megatron.plugin.flags.training_job import TrainingJob
-from wlb_megatron.plugin.logs import metrics, timers, trace
+from wlb_megatron.plugin.logs import metrics, trace
 from wlb_megatron.plugin.logs.metrics import WINDOW, Progress
 from wlb_megatron.plugin.logs.prediction import group_predictor, layer_model, predictor
 from wlb_megatron.plugin.micro_batches.planning import PlannedIteration, ShardSettings, plan_iterations
@@ -42,7 +41,7 @@ from wlb_megatron.workload.profile import FORMAT, ProfiledModel, host_name, writ
 def shown(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
     """What a run over two ranks printed of itself, and the last line of its log."""
     folder = tmp_path_factory.mktemp("shown")
-    more = f"--data-path {corpus} --global-batch-size 2 --train-iters 4 --split 1,0,0 --timing-log-level 2"
+    more = f"--data-path {corpus} --global-batch-size 2 --train-iters 4 --split 1,0,0"
     output = output_of([*flags(context=2), *more.split(), "--wlb-log", str(folder / "log.jsonl")], 2)
     return output, json.loads((folder / "log.jsonl").read_text().splitlines()[-1])
 
@@ -367,61 +366,3 @@ def test_a_run_reports_predicted_and_measured_times_and_traces_an_iteration(corp
     for m in range(4):
         assert at[1, f"F{m}"]["ts"] + at[1, f"F{m}"]["dur"] >= at[0, f"F{m}"]["ts"] + at[0, f"F{m}"]["dur"]
         assert at[0, f"B{m}"]["ts"] + at[0, f"B{m}"]["dur"] >= at[1, f"B{m}"]["ts"]
-
-
-class Clock:
-    """Events on a device whose time passes by the wait that is marked."""
-
-    now = 0.0
-
-    def __init__(self, **_: Any) -> None:
-        self.at = -1.0
-
-    def record(self) -> None:
-        self.at = Clock.now
-
-    def synchronize(self) -> None:
-        assert self.at >= 0
-
-    def elapsed_time(self, other: Clock) -> float:
-        return other.at - self.at
-
-
-def test_waits_for_exchanged_keys_are_summed_by_marks_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wait(milliseconds: float) -> Callable[[], None]:
-        return lambda: setattr(Clock, "now", Clock.now + milliseconds)
-
-    monkeypatch.setattr(timers.torch.cuda, "Event", Clock)
-    for milliseconds in (3.0, 4.5):
-        timers._on_gpu(wait(milliseconds))
-    assert timers._read_waits() == pytest.approx(0.0075)
-    assert timers._read_waits() == 0.0
-
-
-def test_exchanges_are_timed_in_the_jobs_that_log_them_and_in_no_later_one(monkeypatch):
-    import megatron.training
-
-    log = SimpleNamespace(log=lambda names: None, write=lambda names: None)
-    monkeypatch.setattr(megatron.training, "get_timers", lambda: log)
-    monkeypatch.setattr(timers, "add", lambda name, seconds: None)
-    for level, timed in ((2, True), (1, False)):
-        args = SimpleNamespace(timing_log_level=level, distributed_backend="gloo")
-        monkeypatch.setattr(megatron.training, "get_args", lambda args=args: args)
-        timers.continue_lists()
-        assert (timers.kv_exchange.on_wait is not None) == timed
-
-
-def test_megatrons_lists_of_timers_are_continued_and_other_lists_stay() -> None:
-    seen: list[list[str]] = []
-    log = timers._continued(lambda names, **_: seen.append(names), ["wlb-draw"])
-    log(["forward-backward", "optimizer"], normalizer=1)
-    log(["model-and-optimizer-setup"])
-    assert seen == [["forward-backward", "optimizer", "wlb-draw"], ["model-and-optimizer-setup"]]
-
-
-@pytest.mark.megatron
-def test_the_plugins_timers_stand_among_megatrons(shown):
-    lines = re.findall(r"^ +([a-z-]+) \.+: \(([0-9.]+), ([0-9.]+)\)", shown[0], re.MULTILINE)
-    at_most = {name: max(float(most) for n, _, most in lines if n == name) for name, *_ in lines}
-    assert {"forward-backward", "wlb-draw", "wlb-planning", "wlb-key-exchange"} <= at_most.keys()
-    assert at_most["wlb-key-exchange"] < at_most["forward-backward"]

@@ -24,7 +24,7 @@ from wlb_megatron.plugin import stores
 from wlb_megatron.plugin.flags.limits import cost_model, recompute_memory
 from wlb_megatron.plugin.flags.refusal_printing import checked
 from wlb_megatron.plugin.job_state import part
-from wlb_megatron.plugin.logs import metrics, timers, trace
+from wlb_megatron.plugin.logs import metrics, trace
 from wlb_megatron.plugin.logs.flops import count_segments
 from wlb_megatron.plugin.logs.prediction import in_arrival_order, predictor
 from wlb_megatron.plugin.megatron_trial import try_megatron
@@ -182,9 +182,6 @@ def training_iterator(source: Source, agreement: PlanAgreement) -> MicroBatchIte
             return
         # Figures for the log.
         count_segments([batch.bounds for batch in batches])
-        timers.add("wlb-plan-wait", waited)
-        timers.add("wlb-planning", planned_iteration.micro_batches[0].plan_seconds)
-        timers.add("wlb-predicted", (planned_iteration.predicted_ms or 0.0) / 1e3)
         number = get_args().curr_iteration + 1
         metrics.stepped(
             *(number, batches, planned_iteration, source.config),

@@ -9,7 +9,6 @@ rerun) and never carried over.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -121,8 +120,9 @@ def _with_known_shapes(forward_backward: Callable[..., Any]) -> Callable[..., An
     def run(*, data_iterator: Any, num_microbatches: int, **kwargs: Any) -> Any:
         from megatron.core import parallel_state
         from megatron.core.utils import get_model_config
+        from megatron.training import get_timers
 
-        from wlb_megatron.plugin.logs import timers, trace
+        from wlb_megatron.plugin.logs import trace
         from wlb_megatron.plugin.logs.logged_losses import LoggedLosses
         from wlb_megatron.plugin.micro_batches.iterators import draw_step, planned_iterator
         from wlb_megatron.plugin.step import grouped_steps, recomputation
@@ -156,7 +156,7 @@ def _with_known_shapes(forward_backward: Callable[..., Any]) -> Callable[..., An
             stage = parallel_state.get_pipeline_model_parallel_rank()
             orders = transfer_orders(len(batches), stage, stages, chunks, turns, groups)
             queues.queue = ShapeQueue([batch.activation_shape for batch in batches], orders)
-            draw_next = draw_ahead if training and batches[0].planned.iteration != REHEARSAL else None
+            draw_next = source.draw_ahead if training and batches[0].planned.iteration != REHEARSAL else None
             divided: AbstractContextManager[None] = nullcontext()
             check_together(len(batches))
             if training:
@@ -186,21 +186,17 @@ def _with_known_shapes(forward_backward: Callable[..., Any]) -> Callable[..., An
             finally:
                 queues.queue = None
 
-        def draw_ahead(count: int) -> None:
-            start = time.perf_counter()
-            source.draw_ahead(count)
-            timers.add("wlb-draw", time.perf_counter() - start)
-
         rehearsal = source.take_rehearsal() if training else None
         if rehearsal is not None:
             repeated = rehearsal.batches
             if len(repeated) == 1:
                 repeated = same_again(repeated[0], -(-num_microbatches // turns) * turns)
             rehearse(lambda: step(repeated), model, rehearsal)
-        start = time.perf_counter()
+        timer = get_timers()("batch-generator", log_level=2)
+        timer.start()
         batches = draw_step(first)
+        timer.stop()
         if training:
-            timers.add("wlb-draw", time.perf_counter() - start)
             trace.begin_step()
         result = step(batches)
         if training:
