@@ -34,14 +34,12 @@ _NO_FIGURES = "figures of an iteration are not reported"
 @dataclass(slots=True)
 class Figures:
     """pending: figures of the iteration that is not yet logged, and when it began (perf_counter). memory_peak: bytes
-    over all steps; steps that plan what they recompute reset torch's. predicted_ms: sums since the start in arrival
-    order, and as planned.
+    over all steps; steps that plan what they recompute reset torch's.
     """
 
     pending: tuple[dict[str, Any], float] | None = None
     memory_peak: int = 0
     of_memory: Callable[[], dict[str, Any]] = dict
-    predicted_ms: tuple[float, float] = 0.0, 0.0
 
 
 def stepped(
@@ -72,7 +70,6 @@ def stepped(
             "above_spread": planned_iteration.above_spread,
             "consumed_tokens": planned_iteration.trained,
             "predicted_ms": planned_iteration.predicted_ms,
-            "arrival_ms": planned_iteration.arrival_ms,
             **figures_of_passes(planned_iteration.stream, corpora),
         }
         if config.log_plans and planned_iteration.plan is not None:
@@ -107,14 +104,10 @@ def report_iteration(skipped: int) -> None:
 def _report(figures: dict[str, Any]) -> None:
     from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer
 
-    args, iteration, state = get_args(), figures["iteration"], part(Figures)
-    predicted_ms, arrival = figures["predicted_ms"], figures["arrival_ms"]
-    if predicted_ms is not None and arrival is not None:
-        state.predicted_ms = state.predicted_ms[0] + arrival, state.predicted_ms[1] + predicted_ms
+    args, iteration = get_args(), figures["iteration"]
     with never_fatal("the log line is not printed"):
         if iteration % args.log_interval == 0:
-            gain = state.predicted_ms[0] / state.predicted_ms[1] if state.predicted_ms[1] else None
-            print(log_line(figures, gain=gain), flush=True)
+            print(log_line(figures), flush=True)
     writer, wandb = get_tensorboard_writer(), get_wandb_writer()
     scalars = {f"wlb/{name}": value for name, value in figures.items() if name not in _LONG}
     if writer and iteration % args.tensorboard_log_interval == 0:
@@ -152,9 +145,8 @@ def append_line(path: str, line: str) -> None:
             raise
 
 
-def log_line(figures: dict[str, Any], *, gain: float | None = None) -> str:
-    """One line of an iteration. gain: arrival order's predicted time over this one's, so far. A CPU's figures have no
-    rates and no memory."""
+def log_line(figures: dict[str, Any]) -> str:
+    """One line of an iteration. A CPU's figures have no rates and no memory."""
     rate = "".join(
         f", {figures[name]:.0f}{unit}"
         for name, unit in (("tokens_per_second_per_gpu", "/s/GPU"), ("tflops_per_gpu", " TFLOP/s/GPU"))
@@ -186,8 +178,7 @@ def log_line(figures: dict[str, Any], *, gain: float | None = None) -> str:
         )
     if figures["predicted_ms"] is None:
         return line
-    line += f" | ms: {figures['measured_ms']:.1f}, predicted {figures['predicted_ms']:.1f}"
-    return line if gain is None else line + f" | predicted gain over arrival order: {gain:.3f} so far"
+    return line + f" | ms: {figures['measured_ms']:.1f}, predicted {figures['predicted_ms']:.1f}"
 
 
 def plan_lengths(plan: IterationPlan) -> list[list[list[int]]]:
