@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import socket
 import time
 from collections import Counter
@@ -46,18 +47,15 @@ _CUT_DIFFERS = (
 class PlanAgreement:
     """Compares the plans' digests; the answer is looked at one comparison later or when it is in.
 
-    Ranks count themselves in torch's own store under the digest that they have, and the last one tells the answer: a
-    few short requests of a rank, no connection beyond the one that it has, no group of all ranks. The first of a digest
-    tells who it is, so that ranks that differ can be named.
+    Each rank leaves its digests in torch's own store and counts itself there. The last one reads them all and leaves
+    the answer: a few short requests of a rank, no connection beyond the one that it has, no group of all ranks.
     """
 
     def __init__(self) -> None:
         self._ranks = dist.get_world_size()
         self._store = common_store("digests")
         self._pending: int | None = None
-        self._passed: list[
-            list[str]
-        ] = []  # of each comparison: the keys that this rank takes out of the store
+        self._compared: list[int] = []  # whose keys are in the store
         self.started = False
 
     def begin(self, *decisive: str) -> None:
@@ -89,23 +87,13 @@ class PlanAgreement:
         self.check(wait=True)
         self._clear()
         self.started = True
-        keys = [f"{iteration}/all", f"{iteration}/answer"] if dist.get_rank() == 0 else []
-        for what, mine in {_PLANS: digest, **(shared or {})}.items():
-            if self._store.add(f"{iteration}/{what}/{mine.hex()}", 1) > 1:
-                continue
-            # The first of these: so many digests are there now, and this is whose.
-            digest_number = self._store.add(f"{iteration}/{what}/digests", 1)
-            self._store.set(f"{iteration}/{what}/digest {digest_number}", f"{mine.hex()} {_who()}")
-            keys += [
-                f"{iteration}/{what}/{key}" for key in (mine.hex(), "digests", f"digest {digest_number}")
-            ]
-            if digest_number > 1:
-                self._store.set(f"{iteration}/{'plans' if what == _PLANS else 'cuts'} apart", what)
+        digests = {what: mine.hex() for what, mine in {_PLANS: digest, **(shared or {})}.items()}
+        self._store.set(f"{iteration}/{dist.get_rank()}", json.dumps([_who(), digests]))
         if self._store.add(f"{iteration}/all", 1) == self._ranks:
-            # Every rank has counted itself under its digests before it counted here.
+            # Every rank has left its digests before it counted here.
             self._store.set(f"{iteration}/answer", self._answer(iteration))
         self._pending = iteration
-        self._passed.append(keys)
+        self._compared.append(iteration)
         self.check(wait=wait)
 
     def check(self, *, wait: bool = False) -> None:
@@ -131,27 +119,29 @@ class PlanAgreement:
     def _clear(self) -> None:
         """Take the keys of the comparison before the last one out of the store. Every rank has read its answer: it
         counted itself in the last one only then, and all have counted there, or that had no answer."""
-        if len(self._passed) > 1:
-            for key in self._passed.pop(0):
-                self._store.delete_key(key)
+        if len(self._compared) > 1:
+            iteration, rank = self._compared.pop(0), dist.get_rank()
+            for key in (rank, "all", "answer") if rank == 0 else (rank,):
+                self._store.delete_key(f"{iteration}/{key}")
 
     def _answer(self, iteration: int) -> str:
         """ "agreed", or who differs, and what to do about it."""
-        if self._store.check([f"{iteration}/plans apart"]):
-            what = "would plan" if iteration == _BEGIN else f"have planned iteration {iteration}"
-            return f"{what} differently: {self._apart(iteration, _PLANS)}: {_DIFFERS}"
-        if self._store.check([f"{iteration}/cuts apart"]):
-            shared = self._store.get(f"{iteration}/cuts apart").decode()
-            return f"have cut iteration {iteration} differently: {self._apart(iteration, shared)}: {_CUT_DIFFERS}"
+        variants: dict[str, dict[str, list[str]]] = {}  # ranks by what they share, plans first, and digest
+        for row in self._store.multi_get([f"{iteration}/{rank}" for rank in range(self._ranks)]):
+            who, digests = json.loads(row)
+            for what, digest in digests.items():
+                variants.setdefault(what, {}).setdefault(digest, []).append(who)
+        for what, ranks in variants.items():
+            if len(ranks) == 1:
+                continue
+            named = [f"{len(same)} as {same[0]}" for same in [*ranks.values()][:NAMED_VARIANTS]]
+            further = len(ranks) - len(named)
+            apart = "; ".join(named) + (f", and {further} other variants" if further else "")
+            if what != _PLANS:
+                return f"have cut iteration {iteration} differently: {apart}: {_CUT_DIFFERS}"
+            done = "would plan" if iteration == _BEGIN else f"have planned iteration {iteration}"
+            return f"{done} differently: {apart}: {_DIFFERS}"
         return "agreed"
-
-    def _apart(self, iteration: int, what: str) -> str:
-        kinds, variants = self._store.add(f"{iteration}/{what}/digests", 0), []
-        for number in range(1, min(kinds, NAMED_VARIANTS) + 1):
-            digest, who = self._store.get(f"{iteration}/{what}/digest {number}").decode().split(" ", 1)
-            variants.append(f"{self._store.add(f'{iteration}/{what}/{digest}', 0)} as {who}")
-        suffix = f", and {kinds - NAMED_VARIANTS} other variants" if kinds > NAMED_VARIANTS else ""
-        return f"{'; '.join(variants)}{suffix}"
 
 
 def _who() -> str:
