@@ -2,7 +2,6 @@
 
 import argparse
 import json
-from copy import copy
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -18,11 +17,10 @@ from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.blend import Blend
 from wlb_megatron.documents.corpus import Corpus, Rules
 from wlb_megatron.documents.stream import DocumentStream
-from wlb_megatron.packing.carry import began_otherwise, chosen, saved_choices, weighs_equally
+from wlb_megatron.packing.carry import began_otherwise, saved_choices, weighs_equally
 from wlb_megatron.packing.factory import make_packer
 from wlb_megatron.packing.packer import PackingJob
 from wlb_megatron.packing.planner import BatchSchedule, Planner
-from wlb_megatron.pipeline.step_law import StageRoom
 from wlb_megatron.plugin.job_state import part
 from wlb_megatron.plugin.micro_batches.planning import ShardSettings, plan_iterations
 from wlb_megatron.plugin.plans import resume
@@ -188,22 +186,17 @@ def test_a_run_in_chunks_keeps_its_weights_on_a_layout_where_documents_wait():
     assert line.startswith("--wlb-token-weights stays step") and now.config.token_weights == "step"
 
 
-def test_a_run_goes_on_in_chunks_or_whole_and_by_the_law_it_began_with_until_a_flag_says_otherwise():
-    """Begun with a law that knew no memory. This run would take the other kind, by a law that does."""
+def test_a_run_goes_on_in_chunks_or_whole_as_it_began_until_a_flag_says_otherwise():
+    """This run would take the other kind."""
     chunks, whole = (MAKERS[name]().planner.packer for name in ("documents in chunks", "documents wait"))
-    rooms = (StageRoom(1 << 30, 1, 9),) * 2
     for name, now in (("documents in chunks", whole), ("documents wait", chunks)):
         saved = saved_choices(json.loads(saved_states("4273cd8")[name]["state"]))
-        assert saved["chunks"] == (name == "documents in chunks") and not saved["keeps_layers"]
+        assert saved["chunks"] == (name == "documents in chunks")
         config = began_otherwise(WlbConfig(), now, saved)
         assert config is not None and config.chunks == ("on" if saved["chunks"] else "off")
         assert began_otherwise(WlbConfig(chunks="on"), now, saved) is None
         same = whole if now is chunks else chunks
         assert began_otherwise(WlbConfig(), same, saved) is None
-        packer = copy(same)
-        packer.law = replace(same.law, rooms=rooms)
-        assert began_otherwise(WlbConfig(), packer, saved) == WlbConfig()  # made anew, without rooms
-        assert chosen(WlbConfig(), packer)["keeps_layers"]
 
 
 def test_a_state_of_another_iteration_than_the_checkpoint_is_refused():

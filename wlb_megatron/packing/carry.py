@@ -124,14 +124,12 @@ def chosen(config: WlbConfig, packer: Packer) -> dict[str, Any]:
         fresh_order: the order of documents was begun as --wlb-fresh-order asks, which is not done again when the job
             is requeued.
         chunks: long documents train in chunks.
-        keeps_layers: micro-batches are chosen by a law that knows what recomputation each number of them costs.
         batch_spread: see Packer.
     """
     return {
         "token_weights": _token_weights(config, packer),
         "fresh_order": config.fresh_order,
         "chunks": isinstance(packer, ChunkPacker),
-        "keeps_layers": packer.law.rooms is not None,
         "batch_spread": packer.batch_spread,
     }
 
@@ -143,15 +141,13 @@ def saved_choices(state: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def began_otherwise(config: WlbConfig, packer: Packer, saved: Mapping[str, Any]) -> WlbConfig | None:
     """The settings by which the packer must be made anew to go on as the checkpoint's run began: with documents in
-    chunks, or whole, as there, and by its law. None if it does already. saved: see saved_choices."""
+    chunks, or whole, as there. None if it does already. saved: see saved_choices."""
     if not saved or config.fixed_windows:
         return None
-    now = chosen(config, packer)
     auto = config.chunks == "auto" and config.overlong != "chunk" and config.cp_mode == "fixed"
-    changed = auto and saved["chunks"] != now["chunks"]
-    if changed:
-        config = replace(config, chunks="on" if saved["chunks"] else "off")
-    return config if changed or (now["keeps_layers"] and not saved["keeps_layers"]) else None
+    if not auto or saved["chunks"] == isinstance(packer, ChunkPacker):
+        return None
+    return replace(config, chunks="on" if saved["chunks"] else "off")
 
 
 def keep(config: WlbConfig, packer: Packer, saved: Mapping[str, Any]) -> tuple[WlbConfig, list[str]]:

@@ -96,14 +96,14 @@ def make_provider(sources: dict[str, Source]) -> Callable[..., tuple[Any, Any, A
 
 
 def _as_it_began(source: Source) -> Source:
-    """The same documents, in chunks or whole and by the law with which the checkpoint's run packs them."""
+    """The same documents, in chunks or whole as the checkpoint's run packs them."""
     saved = saved_choices(part(PackingStates).loaded_state)
     config = began_otherwise(source.config, source.planner.packer, saved)
     if config is None:
         return source
     try:
         job = source.job.with_config(config)
-        reopened = open_part(job, "train", job.batches.schedule, keeps_layers=saved["keeps_layers"])
+        reopened = open_part(job, "train", job.batches.schedule)
     except WlbError as error:  # a flag or the layout forbids it now
         reason = f"documents do not train in chunks or whole as the run began: {error}"
         return replace(source, messages=(*source.messages, reason))

@@ -114,18 +114,15 @@ def open_part(
     part: str,
     batches: BatchSchedule,
     blends: dict[tuple[str, ...], Blend] | None = None,
-    *,
-    keeps_layers: bool = True,
 ) -> Source | None:
     """The source of train, valid or test; None if it has no document.
 
     batches: micro-batches of all ranks. blends: corpora that other parts have read, see data_paths.documents.
-    keeps_layers: see packing.carry.chosen.
     """
     blend_and_corpora = documents(job.data, part, blends)
     if blend_and_corpora is None:
         return None
-    return _source(job, batches, *blend_and_corpora, endless=part == "train", keeps_layers=keeps_layers)
+    return _source(job, batches, *blend_and_corpora, endless=part == "train")
 
 
 def _validation_sets(
@@ -159,7 +156,6 @@ def _source(
     corpora: list[Corpus],
     *,
     endless: bool,
-    keeps_layers: bool = True,
 ) -> Source:
     sizes, of, alignment, config = job.sizes, job.batches, job.alignment, job.config
     window, micro_batch_size = of.joined_window, of.micro_batch_size
@@ -200,9 +196,7 @@ def _source(
         )
     sample = sample_lengths_of(stream, sum(len(corpus.lengths) for corpus in corpora))
     # The planner over them.
-    layer_memory = recompute_memory(job) if endless and keeps_layers else None
-    # The law without memory took every full recomputation for one of all layers.
-    weighed = job if keeps_layers else replace(job, recompute_blocks=None)
+    layer_memory = recompute_memory(job) if endless else None
     no_chunks, planned_config = job.trainer.chunks_refused(config.chunks), config
     if endless and job.given.chunks == config.chunks == "off" and overlong != "chunk":
         # Whole documents as auto takes them, so that the line on chunks says what the flag costs.
@@ -210,7 +204,7 @@ def _source(
         planned_config = replace(config, chunks="auto")
     packing = PackingJob(
         config=planned_config,
-        cost=cost_model(weighed),
+        cost=cost_model(job),
         window=window,
         micro_batches=windows,
         dp=sizes.data,
@@ -222,7 +216,7 @@ def _source(
         longest=stream.longest,
         adopt_max_tokens=adoptable_tokens(job),
         rooms=None if layer_memory is None else layer_memory.rooms(),
-        times=plan_times(weighed, layer_memory) if endless else None,
+        times=plan_times(job, layer_memory) if endless else None,
         no_chunks=no_chunks,
         say=messages.append,
     )
