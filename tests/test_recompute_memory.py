@@ -315,22 +315,6 @@ def test_measurements_raise_the_estimate_at_once_and_lower_it_slowly():
     assert steps <= 30
 
 
-def test_a_megatron_whose_forward_does_not_read_the_number_runs_the_flags(monkeypatch):
-    pytest.importorskip("megatron.core")
-    from wlb_megatron.plugin.job_state import part
-    from wlb_megatron.plugin.step import recomputation
-
-    gpu = GpuMemory(GIB, TINY, FULL, 64, 1)
-    none = replace(gpu, layout=replace(FULL, recompute="none"))
-    assert recomputation.begin(None, None) is recomputation.begin(none, None) is None
-    monkeypatch.setattr(recomputation.inspect, "getsource", lambda _: "recompute_num_layers is read once")
-    line = recomputation.begin(gpu, None)
-    assert line is not None and line.startswith("recomputes as the flags say in every step: this Megatron's")
-    assert not part(recomputation.Recomputation).active
-    monkeypatch.undo()
-    assert recomputation._unread() is None
-
-
 @pytest.mark.parametrize(
     ("setting", "registered", "growing", "line"),
     [
@@ -365,7 +349,8 @@ def test_the_allocator_grows_its_segments_or_a_part_is_left_to_fragments(
     grows, said = recomputation._grow_segments(registered)
     assert grows is growing and (said or "").startswith(line or "") and (said is None) == (line is None)
 
-    state = recomputation.Recomputation(gpu=GpuMemory(GIB, TINY, FULL, 64, 1), on_gpu=True, growing=grows)
+    gpu = GpuMemory(GIB, TINY, FULL, 64, 1, margin=0.0)
+    state = recomputation.Recomputation(gpu=gpu, on_gpu=True, growing=grows)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (70, 70))
     monkeypatch.setattr(recomputation, "_cap_of_torch", lambda total: total)
     for name in ("memory_allocated", "memory_reserved", "reset_peak_memory_stats"):
@@ -381,7 +366,7 @@ def test_each_forward_has_its_own_number_and_the_flags_are_back_after_the_step(m
     config = SimpleNamespace(recompute_method="uniform", recompute_num_layers=2)
     decoder = SimpleNamespace(config=config, num_layers_per_pipeline_rank=4)
     model = SimpleNamespace(module=SimpleNamespace(decoder=decoder))
-    state = recomputation.Recomputation(active=True, margin=0.1)
+    state = recomputation.Recomputation(gpu=GpuMemory(GIB, TINY, FULL, 64, 1, margin=0.1))
     monkeypatch.setattr(recomputation, "part", lambda _: state)
     monkeypatch.setattr(recomputation, "_measure", lambda *_, **__: None)
 

@@ -11,7 +11,6 @@ least memory and the most bytes a token among them, exchanged when a step begins
 from __future__ import annotations
 
 import contextlib
-import inspect
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +21,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.transformer import transformer_block
 
 from wlb_megatron.packing.limits import GpuMemory
 from wlb_megatron.pipeline.kept_layers import KeptLayers, plan_kept_layers
@@ -80,8 +78,7 @@ class Recomputation:
     """What steps plan by, and what they have learnt.
 
     Args:
-        active: steps plan what they recompute.
-        memory, gpu: this stage's and the job's, by the memory model.
+        memory, gpu: this stage's and the job's, by the memory model. None where steps run the flags.
         scale: measured over estimated bytes, in thousandths; it goes no lower than least_scale.
         allocated: bytes when the step began.
         numbers: layers to recompute [micro-batch][model chunk] in the step that runs, None outside of one.
@@ -89,12 +86,9 @@ class Recomputation:
         growing: the allocator's segments grow.
     """
 
-    active: bool = False
     memory: StageMemory | None = None
     gpu: GpuMemory | None = None
     group: Any = None
-    margin: float = 0.0
-    cap: int | None = None
     on_gpu: bool = False
     scale: int = 1000
     least_scale: int = LEAST_SCALE
@@ -109,19 +103,15 @@ class Recomputation:
 
 
 def begin(gpu: GpuMemory | None, job: TrainingJob, *, registered: bool = False) -> str | None:
-    """Plan recomputation from the next step on. Returns a line for the log: why it is left off, or of the allocator.
+    """Plan recomputation from the next step on. Returns a line for the log, of the allocator.
 
-    gpu: None where nothing says what fits. registered: NCCL registers buffers (--use-nccl-ub). Called on every rank,
+    gpu: None where steps run the flags. registered: NCCL registers buffers (--use-nccl-ub). Called on every rank,
     once Megatron's groups of ranks are made.
     """
-    if gpu is None or gpu.layout.recompute != "full":
+    if gpu is None:
         return None
-    if why := _unread():
-        return f"recomputes as the flags say in every step: {why}"
     state = part(Recomputation)
-    state.active, state.gpu = True, gpu
-    state.margin, state.on_gpu = job.config.memory_margin, job.device.on_gpu
-    state.cap = None if job.config.gpu_memory is None else int(job.config.gpu_memory * GIB)
+    state.gpu, state.on_gpu = gpu, job.device.on_gpu
     state.group = _meeting_ranks(gpu, job.trainer.in_step)
     part(Figures).of_memory = figures
     if not state.on_gpu:
@@ -147,19 +137,6 @@ def _grow_segments(registered: bool) -> tuple[bool, str | None]:
     return False, f"leaves 1/{FRAGMENTS} of the memory to fragments: less if {cure}"
 
 
-def _unread() -> str | None:
-    """Why a number set before a forward would not hold for it, if so."""
-    from megatron.core import recompute
-
-    with contextlib.suppress(OSError, TypeError):
-        if any(
-            "self.config.recompute_num_layers" in inspect.getsource(module)
-            for module in (transformer_block, recompute)
-        ):
-            return None
-    return "this Megatron's transformer block does not read recompute_num_layers in its forward"
-
-
 def _meeting_ranks(gpu: GpuMemory, in_step: bool) -> Any:
     """The process group of ranks that share collectives inside layers; None for a rank alone."""
     if in_step:
@@ -175,7 +152,7 @@ def planned(batches: Sequence[PlannedMicroBatch], model: Any) -> Iterator[None]:
     state = part(Recomputation)
     chunks = model if isinstance(model, list) else [model]
     decoders = [decoder_of(chunk) for chunk in chunks]
-    if not state.active or not batches[0].loads or any(decoder is None for decoder in decoders):
+    if not batches[0].loads or any(decoder is None for decoder in decoders):
         yield
         return
     if not state.flags:
@@ -189,10 +166,11 @@ def planned(batches: Sequence[PlannedMicroBatch], model: Any) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         if rehearsed or state.last.recomputed == state.last.by_flags:
             raise  # the rehearsal says what to do, and the flags are not ours
+        assert state.gpu is not None
         raise RefusedHere(
             f"memory ran out in a step that was planned to take {state.last.planned_peak / GIB:.1f} of "
             f"{state.last.available / GIB:.1f} GiB beside weights and optimizer: raise --wlb-memory-margin (now "
-            f"{state.margin:g}), or set --wlb-recompute off ({str(error).splitlines()[0]})"
+            f"{state.gpu.margin:g}), or set --wlb-recompute off ({str(error).splitlines()[0]})"
         ) from None
     finally:
         state.numbers = None
@@ -281,8 +259,8 @@ def _available(state: Recomputation, stage: int) -> tuple[int, int]:
     free_bytes, total = torch.cuda.mem_get_info()
     allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     other_bytes = total - free_bytes - reserved
-    cap = min(_cap_of_torch(total), total if state.cap is None else state.cap)
-    share = 1 - state.margin
+    cap = min(_cap_of_torch(total), state.gpu.size)
+    share = 1 - state.gpu.margin
     usable = min(int(total * share) - other_bytes, int(cap * share))
     torch.cuda.reset_peak_memory_stats()
     coming = max(0, state.optimizer - allocated)

@@ -190,7 +190,7 @@ def rehearse(step: Callable[[], Any], model: Any, rehearsal: Rehearsal) -> None:
         with unchecked():
             with by_the_flags():
                 checked(partial(_fitting, step, rehearsal))
-            if part(Recomputation).active:
+            if part(Recomputation).gpu is not None:
                 checked(partial(_fitting, step, rehearsal, layers_kept=True))
         for chunk in chunks:
             chunk.zero_grad_buffer()
