@@ -111,17 +111,14 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(sizes: Sequence[int], micro_batches: int, chunks: int = 1) -> Iterator[None]:
+def running(sizes: Sequence[int], chunks: int = 1) -> Iterator[None]:
     """Run one step of Megatron's schedule in groups of these sizes. Whatever ends it, nothing of it is left behind.
 
-    sizes: micro-batches of each group, in order; empty if the step is Megatron's own. chunks: model
-    chunks of a stage. Raises RuntimeError where the step is of another number of micro-batches.
+    sizes: micro-batches of each group, in order; empty if the step is Megatron's own. chunks: model chunks of a stage.
     """
     if not sizes:
         yield
         return
-    if sum(sizes) != micro_batches:
-        raise RuntimeError(f"groups of {list(sizes)} for {micro_batches} micro-batches")
     clear_caches()
     routed_chunks = part(routing.Routed).chunked
     routed_chunks.clear()

@@ -9,48 +9,38 @@ rerun) and never carried over.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from wlb_megatron.pipeline.orders import backward_turns, running_order
+from megatron.core import parallel_state
+
 from wlb_megatron.plugin.job_state import Original, part
+from wlb_megatron.plugin.micro_batches.iterators import draw_step, planned_iterator
 from wlb_megatron.plugin.micro_batches.loaded import LoadedMicroBatch
+from wlb_megatron.plugin.step import grouped_steps
+from wlb_megatron.plugin.step.losses import check_together, deferring, divided_losses, returns_its_losses
 from wlb_megatron.refusals import RefusedHere
 
 Shape = tuple[int, int, int]
 
 
 def transfer_orders(
-    micro_batches: int,
-    stage: int,
-    stages: int,
-    chunks: int = 1,
-    group: int = 1,
-    backward_groups: Sequence[int] = (),
+    table: Sequence[tuple[int, int]], turns: Sequence[int], stage: int, stages: int
 ) -> dict[str, list[int]]:
     """The micro-batch of each transfer of a step, by direction, on one pipeline stage (1F1B or interleaved).
 
-    chunks: model chunks a stage. group: consecutive micro-batches that pass one chunk before the next chunk's turn
-    (--microbatch-group-size-per-virtual-pipeline-stage). The last stage hands activations of all but its last chunk
-    on to the first stage. 2 stages of 2 chunks, group 2, 3 micro-batches: every stage's forwards are of micro-batches
-    0 1 | 0 1 | 2 | 2, by turns of chunk 0 and 1; the last stage sends 0 1 2, after its chunk 0, the first sends all.
-    Backwards go the same way, through the chunks in reverse order. (Megatron's get_schedule_table.)
-    backward_groups: sizes of groups whose backwards run last first (pipeline.orders.grouped_orders); their table is
-    that of pipeline.orders.running_order.
+    table: (micro-batch, model chunk) of each forward, as Megatron's get_schedule_table has them. turns: the micro-batch
+    of a model chunk's n-th backward. The last stage hands activations of all but its last chunk on to the first stage.
+    2 stages of 2 chunks, blocks of 2, 3 micro-batches: every stage's forwards are of micro-batches 0 1 | 0 1 | 2 | 2,
+    by turns of chunk 0 and 1; the last stage sends 0 1 2, after its chunk 0, the first sends all. Backwards go the same
+    way, through the chunks in reverse order.
     """
-    table: Sequence[tuple[int, int]] = [
-        (index, chunk)
-        for first in range(0, micro_batches, group)
-        for chunk in range(chunks)
-        for index in range(first, min(first + group, micro_batches))
-    ]
-    if backward_groups:
-        table = running_order(stages, tuple(backward_groups), chunks).table
-    turns = backward_turns(backward_groups or (1,) * micro_batches)
+    last_chunk = table[-1][1]
     through = [index for index, _ in table]
-    wrapped = [index for index, chunk in table if chunk < chunks - 1]
+    wrapped = [index for index, chunk in table if chunk < last_chunk]
     back, back_wrapped = ([turns[index] for index in order] for order in (through, wrapped))
     is_first, is_last = stage == 0, stage == stages - 1
     return {
@@ -65,16 +55,12 @@ class ShapeQueue:
     """Shapes of one step by direction, in the schedule's order."""
 
     def __init__(self, shapes: Sequence[Shape], orders: dict[str, list[int]]) -> None:
-        self._shapes = {way: [shapes[index] for index in order] for way, order in orders.items()}
-        self._next = dict.fromkeys(orders, 0)
+        self._shapes = {way: deque(shapes[index] for index in order) for way, order in orders.items()}
 
     def take(self, direction: str) -> Shape:
-        index = self._next[direction]
-        shapes = self._shapes[direction]
-        if index >= len(shapes):
-            raise RuntimeError(f"pipeline transfer {index} ({direction}), but the step has {len(shapes)}")
-        self._next[direction] = index + 1
-        return shapes[index]
+        if not self._shapes[direction]:
+            raise RuntimeError(f"{direction}: one more pipeline transfer than the step has")
+        return self._shapes[direction].popleft()
 
     def check(self, direction: str, tensor: Any) -> None:
         """Raise unless a tensor to be sent has the planned shape (compared on the host)."""
@@ -113,25 +99,16 @@ def wrap_communicate_shapes(
 
 def wrap_get_forward_backward_func(original: Original, *args: Any, **kwargs: Any) -> Callable[..., Any]:
     """get_forward_backward_func whose function draws all micro-batches of the step before it starts."""
-    return _with_known_shapes(original(*args, **kwargs))
+    forward_backward = original(*args, **kwargs)
 
-
-def _with_known_shapes(forward_backward: Callable[..., Any]) -> Callable[..., Any]:
     def run(*, data_iterator: Any, num_microbatches: int, **kwargs: Any) -> Any:
-        from megatron.core import parallel_state
+        from megatron.core.pipeline_parallel import schedules
         from megatron.core.utils import get_model_config
         from megatron.training import get_timers
 
         from wlb_megatron.plugin.logs import trace
         from wlb_megatron.plugin.logs.logged_losses import LoggedLosses
-        from wlb_megatron.plugin.micro_batches.iterators import draw_step, planned_iterator
-        from wlb_megatron.plugin.step import grouped_steps, recomputation
-        from wlb_megatron.plugin.step.losses import (
-            check_together,
-            deferring,
-            divided_losses,
-            returns_its_losses,
-        )
+        from wlb_megatron.plugin.step import recomputation
         from wlb_megatron.plugin.step.rehearsal import REHEARSAL, rehearse, same_again
         from wlb_megatron.plugin.take_over import Start
 
@@ -148,14 +125,10 @@ def _with_known_shapes(forward_backward: Callable[..., Any]) -> Callable[..., An
         model, logged = kwargs["model"], part(LoggedLosses)
         config = get_model_config(model[0] if isinstance(model, list) else model)
         chunks = len(model) if isinstance(model, list) else 1
-        turns = config.microbatch_group_size_per_vp_stage if chunks > 1 else 1
+        block = config.microbatch_group_size_per_vp_stage if chunks > 1 else 1
 
         def step(batches: Sequence[LoadedMicroBatch]) -> Any:
-            queues, groups = part(KnownShapes), batches[0].planned.chunk_groups if training else ()
-            stages = parallel_state.get_pipeline_model_parallel_world_size()
-            stage = parallel_state.get_pipeline_model_parallel_rank()
-            orders = transfer_orders(len(batches), stage, stages, chunks, turns, groups)
-            queues.queue = ShapeQueue([batch.activation_shape for batch in batches], orders)
+            groups = batches[0].planned.chunk_groups if training else ()
             draw_next = source.draw_ahead if training and batches[0].planned.iteration != REHEARSAL else None
             divided: AbstractContextManager[None] = nullcontext()
             check_together(len(batches))
@@ -164,7 +137,7 @@ def _with_known_shapes(forward_backward: Callable[..., Any]) -> Callable[..., An
                 if tokens or config.fp16:
                     divided = divided_losses(config, tokens or max(1, batches[0].planned.predictions[0]))
                 logged.step = batches[0].planned
-            running = grouped_steps.running(groups, len(batches), chunks)
+            running = grouped_steps.running(groups, chunks)
             is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
             deferred = deferring(
                 bool(groups) and source.defers_losses and returns_its_losses(model),
@@ -174,23 +147,31 @@ def _with_known_shapes(forward_backward: Callable[..., Any]) -> Callable[..., An
             iterators = [_drawn(batches, draw_next), *(_drawn(batches) for _ in range(chunks - 1))]
             plans = [batch.planned for batch in batches]
             recomputing = recomputation.planned(plans, model) if training else nullcontext()
-            try:
-                with running, recomputing, divided, deferred:  # what is counted is then divided
-                    if training and chunks == 1:
-                        grouped_steps.prepare_offloading(len(batches))
+            with running, recomputing, divided, deferred:  # what is counted is then divided
+                grouped, queues = part(grouped_steps.Running).step, part(KnownShapes)
+                orders = transfer_orders(
+                    schedules.get_schedule_table(len(batches), chunks, block),
+                    range(len(batches)) if grouped is None else grouped.order,
+                    parallel_state.get_pipeline_model_parallel_rank(),
+                    parallel_state.get_pipeline_model_parallel_world_size(),
+                )
+                queues.queue = ShapeQueue([batch.activation_shape for batch in batches], orders)
+                if training and chunks == 1:
+                    grouped_steps.prepare_offloading(len(batches))
+                try:
                     return forward_backward(
                         data_iterator=iterators if chunks > 1 else iterators[0],
                         num_microbatches=len(batches),
                         **kwargs,
                     )
-            finally:
-                queues.queue = None
+                finally:
+                    queues.queue = None
 
         rehearsal = source.take_rehearsal() if training else None
         if rehearsal is not None:
             repeated = rehearsal.batches
             if len(repeated) == 1:
-                repeated = same_again(repeated[0], -(-num_microbatches // turns) * turns)
+                repeated = same_again(repeated[0], -(-num_microbatches // block) * block)
             rehearse(lambda: step(repeated), model, rehearsal)
         timer = get_timers()("batch-generator", log_level=2)
         timer.start()
