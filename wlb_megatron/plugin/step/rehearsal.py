@@ -287,9 +287,6 @@ def _forget_logged_losses() -> None:
 MOST_CUT = 64
 """Segments with earlier keys that a rank is taken to have at most, where sharding cuts only what pays."""
 
-_PRINT_EVERY = 15.0
-"""Seconds between lines of progress."""
-
 
 @dataclass(frozen=True)
 class GraphSizes:
@@ -334,33 +331,27 @@ SECONDS = 60.0
 """Time limit for building attention graphs before step 1. A step that needs another graph builds it in about 0.13 s."""
 
 
-def build_graphs(chunks: list[Any], sizes: GraphSizes, seconds: float = SECONDS) -> int:
-    """Build what the layers can meet, for at most `seconds` (one graph more, to be exact), and tell; returns how many.
+def build_graphs(chunks: list[Any], sizes: GraphSizes) -> None:
+    """Build what the layers can meet, for at most SECONDS (one graph more, to be exact), and tell.
 
     Ranks may stop after different graphs, for what is not built here is built later, by whoever needs it. But which
     calls go to the kernels for equal sequences is no matter of time, or a resumed run would not repeat bitwise: of
-    these few all are built, or with 0 seconds none.
+    these few all are built.
     """
-    start = last_line = time.perf_counter()
+    start = time.perf_counter()
     graphs, built = likeliest_first(chunks, sizes), 0
     for module, graph in graphs:
-        now = time.perf_counter()
-        if now - start >= seconds and not (seconds and isinstance(graph[2], Equal)):
+        if time.perf_counter() - start >= SECONDS and not isinstance(graph[2], Equal):
             break
-        if now - last_line >= _PRINT_EVERY:
-            progress = f"{built} of {len(graphs)} attention kernels, {now - start:.0f} s .."
-            print_rank_0(f"> wlb_megatron: {progress}")
-            last_line = now
         module.warm_up([graph])
         built += 1
     if graphs:
         took = time.perf_counter() - start
-        seconds_each = f", {took / built:.2f} s each" if built else ""
         remaining = "; others are built when a step needs them" if built < len(graphs) else ""
         print_rank_0(
-            f"> wlb_megatron: {built} of {len(graphs)} attention kernels built in {took:.1f} s{seconds_each}{remaining}"
+            f"> wlb_megatron: {built} of {len(graphs)} attention kernels built in {took:.1f} s, {took / built:.2f} s "
+            f"each{remaining}"
         )
-    return built
 
 
 def likeliest_first(chunks: list[Any], sizes: GraphSizes) -> list[tuple[Any, Warmable]]:
