@@ -11,7 +11,7 @@ import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import islice, pairwise
+from itertools import islice, pairwise, tee
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,12 +32,12 @@ from wlb_megatron.errors import WlbError
 from wlb_megatron.pipeline.orders import links_of
 from wlb_megatron.plan import Piece, PlanSummary
 from wlb_megatron.plugin.micro_batches.iterators import (
-    EvaluationIterator,
     MicroBatchIterator,
     MicroBatchSampler,
-    RepeatedIterations,
+    WholeSetIterator,
     files_of_workers,
     make_loader,
+    over_and_over,
     read_ahead,
 )
 from wlb_megatron.plugin.micro_batches.loaded import DocumentRows, Layout, PackedDocuments
@@ -305,9 +305,7 @@ def test_after_an_error_nothing_more_is_drawn():
 def test_evaluations_begin_at_the_sets_beginning_and_are_planned_when_the_first_comes_to_them():
     cases = (4, [0, 1, 2, 0, 0, 1, 2, 0, 0]), (2, [0, 1, 0, 1]), (3, [0, 1, 2, 0]), (None, [0, 1, 2, 0])
     for iterations, expected in cases:
-        again = RepeatedIterations(iter([0, 1, 2]), iterations)
-        assert list(again) == []
-        again.started = True
+        again = over_and_over(iter([0, 1, 2]), iterations)
         assert [*islice(again, len(expected))] == expected
     planned: list[int] = []
 
@@ -316,20 +314,19 @@ def test_evaluations_begin_at_the_sets_beginning_and_are_planned_when_the_first_
             planned.append(at)
             yield at
 
-    again = RepeatedIterations(plans(), 4)
-    again.started = True
-    evaluation = iter(again)
+    evaluation = over_and_over(plans(), 4)
     assert planned == []
     assert [next(evaluation), next(evaluation)] == planned == [0, 1]
     assert [*islice(evaluation, 6)] == [2, 3, 0, 1, 2, 3] and planned == [0, 1, 2, 3]
-    whole = RepeatedIterations(plans(), None)
-    whole.started = True
-    assert next(iter(whole)) == 0 and planned[4:] == [0]
-    assert len(whole) == len(whole) == 5 and [*islice(whole, 6)] == [0, 1, 2, 3, 4, 0]
+    again, once = tee(plans())
+    whole, evaluation = WholeSetIterator([], once), over_and_over(again, None)
+    assert next(evaluation) == 0 and planned[4:] == [0]
+    assert len(whole) == len(whole) == 5 and [*islice(evaluation, 6)] == [1, 2, 3, 4, 0, 1]
+    assert planned[4:] == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_loaders_workers_are_there_before_anything_is_planned_for_evaluation(workers, tmp_path):
+def test_a_loaders_workers_serve_all_evaluations_and_each_iteration_is_planned_once(workers, tmp_path):
     corpus = corpus_of(tmp_path, [[d] * 4 for d in range(3)])
     made: list[int] = []
 
@@ -338,11 +335,11 @@ def test_a_loaders_workers_are_there_before_anything_is_planned_for_evaluation(w
             made.append(iteration)
             yield PlannedIteration((whole(iteration, iteration=iteration),), dict, b"")
 
-    again = RepeatedIterations(plans(), 4)
-    loader = loader_of(corpus, MicroBatchSampler(again), workers=workers)
-    iterator = EvaluationIterator(loader, again)
+    iterator = MicroBatchIterator(
+        loader_of(corpus, MicroBatchSampler(over_and_over(plans(), 4)), workers=workers)
+    )
     processes = [worker.pid for worker in getattr(iterator._iterator, "_workers", [])]
-    assert made == [] and len(processes) == workers
+    assert (made == []) == (workers == 0) and len(processes) == workers
     drawn = [int(batch.held.tokens[0, 0]) for batch in islice(iterator, 9)]
     assert drawn == [0, 1, 2, 0, 0, 1, 2, 0, 0] and made == [0, 1, 2]
     assert processes == [worker.pid for worker in getattr(iterator._iterator, "_workers", [])]

@@ -195,63 +195,27 @@ class MicroBatchIterator:
             self._drawn.append(error)  # is the next step's; a loader asked again passes over what failed
 
 
-class RepeatedIterations(Iterable[PlannedIteration]):
-    """An evaluation's iterations over and over, each time from the first one. Of a set of three iterations an
-    evaluation of four takes 0 1 2 0, and so does the next one.
+def over_and_over(coming: Iterable[PlannedIteration], iterations: int | None) -> Iterator[PlannedIteration]:
+    """An evaluation's iterations again and again, each time from the first one; planned when they are first asked for.
 
-    An iteration is planned when the first evaluation comes to it. Planned at the start of a job of thousands of ranks,
-    100 of them would take a minute in which all GPUs wait, for a test set that few jobs come to, too.
-
-    started: an evaluation has come; before that, none are given out.
+    iterations: the number that an evaluation takes, None for all that come. Of a set of three iterations an evaluation
+    of four takes 0 1 2 0, and so does the next one.
     """
-
-    def __init__(self, coming: Iterator[PlannedIteration], iterations: int | None) -> None:
-        """iterations: the number that an evaluation takes, None for all that come."""
-        self._coming, self._iterations = coming, iterations
-        self.started = False
-        self._planned: list[PlannedIteration] = []
-
-    def __len__(self) -> int:
-        """How many come; plans them all."""
-        self._planned.extend(self._coming)
-        return len(self._planned)
-
-    def __iter__(self) -> Iterator[PlannedIteration]:
-        while self.started:
-            for number in itertools.count() if self._iterations is None else range(self._iterations):
-                if number >= len(self._planned):
-                    self._planned.extend(itertools.islice(self._coming, 1))
-                if number >= len(self._planned) and self._iterations is None:
-                    break
-                yield self._planned[number % len(self._planned)]
+    again = itertools.cycle(coming)
+    return again if iterations is None else itertools.cycle(itertools.islice(again, iterations))
 
 
-class EvaluationIterator(MicroBatchIterator):
-    """Over a set, again and again; its length is the number of iterations that cover the set once.
-    covers_set: an evaluation takes so many.
+class WholeSetIterator(MicroBatchIterator):
+    """Over a set again and again, by evaluations that take all of it. Its length is the number of its iterations."""
 
-    The loader's workers are forked at once, before threads hold locks. A loader draws as soon as it is iterated, so
-    what it iterates first is empty: plans are made from the first draw on.
-    """
-
-    def __init__(
-        self,
-        loader: DataLoader[LoadedMicroBatch],
-        iterations: RepeatedIterations,
-        *,
-        covers_set: bool = False,
-    ) -> None:
+    def __init__(self, loader: DataLoader[LoadedMicroBatch], iterations: Iterable[PlannedIteration]) -> None:
+        """iterations: those of the set, once."""
         super().__init__(loader)
-        self.covers_set = covers_set
-        self._loader, self._iterations = loader, iterations
-
-    def __next__(self) -> LoadedMicroBatch:
-        if not self._iterations.started:
-            self._iterations.started = True
-            self._iterator = iter(self._loader)  # with the same workers
-        return super().__next__()
+        self._iterations = iterations
 
     def __len__(self) -> int:
+        """Plans them all. Megatron asks at its start."""
+        self._iterations = list(self._iterations)
         return len(self._iterations)
 
 
@@ -295,7 +259,7 @@ def wrap_evaluate(original: Original, *args: Any, **kwargs: Any) -> Any:
     arguments = inspect.signature(original).bind(*args, **kwargs).arguments
     iterators = arguments["data_iterator"]
     iterator = planned_iterator(iterators[0] if isinstance(iterators, list) else iterators)
-    if isinstance(iterator, EvaluationIterator) and iterator.covers_set:
+    if isinstance(iterator, WholeSetIterator):
         arguments["eval_iters"] = len(iterator)
     return original(**arguments)
 

@@ -4,6 +4,7 @@ each step. How this rank cuts, holds and reads micro-batches: by the job, and it
 from __future__ import annotations
 
 import atexit
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -29,11 +30,11 @@ from wlb_megatron.plugin.logs.flops import count_segments
 from wlb_megatron.plugin.logs.prediction import predictor
 from wlb_megatron.plugin.megatron_trial import try_megatron
 from wlb_megatron.plugin.micro_batches.iterators import (
-    EvaluationIterator,
     MicroBatchIterator,
     MicroBatchSampler,
-    RepeatedIterations,
+    WholeSetIterator,
     make_loader,
+    over_and_over,
 )
 from wlb_megatron.plugin.micro_batches.loaded import Layout, LoadedMicroBatch
 from wlb_megatron.plugin.micro_batches.planning import (
@@ -127,16 +128,15 @@ def _agree(sources: dict[str, Source]) -> PlanAgreement:
     return agreement
 
 
-def _evaluation(source: Source) -> EvaluationIterator:
+def _evaluation(source: Source) -> MicroBatchIterator:
     """The same iterations at every evaluation, so that the losses of two are of the same documents: --eval-iters,
     or all that the set holds."""
     coming, evaluation = plan_iterations(source.planner, shard_settings(source)), source.job.evaluation
     # Kept for the whole run: one rank's share.
-    shares = (replace(iteration, state=dict, plan=None) for iteration in coming)
-    repeated = RepeatedIterations(shares, None if evaluation.full else evaluation.iterations)
-    sampler, layout = MicroBatchSampler(repeated), rank_layout(source)
-    loader = make_loader(source.corpus, sampler, layout, source.job, source.read_ahead)
-    return EvaluationIterator(loader, repeated, covers_set=evaluation.full)
+    shares, once = itertools.tee(replace(iteration, state=dict, plan=None) for iteration in coming)
+    sampler = MicroBatchSampler(over_and_over(shares, None if evaluation.full else evaluation.iterations))
+    loader = make_loader(source.corpus, sampler, rank_layout(source), source.job, source.read_ahead)
+    return WholeSetIterator(loader, once) if evaluation.full else MicroBatchIterator(loader)
 
 
 PLANS_AHEAD = 4
