@@ -1,9 +1,6 @@
 """Faults of files and machines in a real run: a rank that cannot go on ends soon, with a status that tells it."""
 
-import contextlib
 import os
-import re
-import signal
 import threading
 import time
 from pathlib import Path
@@ -52,36 +49,6 @@ def test_a_run_whose_tokens_cannot_be_read_any_more_ends_though_workers_ignore_t
     fault.join()
     assert done.returncode != 0
     assert f"{prefix}.bin ends before byte" in done.stderr
-
-
-def kill_planning(log: Path, marks: set[str], trained: list[int]) -> None:
-    """Once the run has logged an iteration, kill the process that plans: the one with all of this in its environment.
-    trained: gets the number of iterations logged by then."""
-    until = time.monotonic() + LIMIT
-    while not (log.exists() and log.read_text()) and time.monotonic() < until:
-        time.sleep(0.01)
-    for about in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            planning = b"_planned_parts" in about.read_bytes()
-            if planning and marks <= {*about.with_name("environ").read_text().split("\0")}:
-                os.kill(int(about.parent.name), signal.SIGKILL)
-                trained.append(log.read_text().count("\n"))
-
-
-@pytest.mark.parametrize("layout", [{}, {"context": 2}])
-def test_a_run_whose_planning_process_is_killed_ends_at_once_with_a_line(layout, corpus, tmp_path):
-    """Of the last rank alone. Its pipe holds hundreds of plans more."""
-    log, ranks, trained = tmp_path / "steps.jsonl", layout.get("context", 1), list[int]()
-    run = f"--data-path {corpus} --split 1,0,0 --global-batch-size 2 --train-iters 100000"
-    arguments = flags(run, f"--wlb-log {log} --wlb-plan-process always", **layout)
-    marks = {f"MARK={tmp_path}", f"RANK={ranks - 1}"}
-    fault = threading.Thread(target=kill_planning, args=(log, marks, trained))
-    fault.start()
-    refused = refusal_of(arguments, ranks, timeout=LIMIT, MARK=str(tmp_path))
-    fault.join()
-    silent = r"the process that plans iterations does not answer \(it has been killed by signal 9\)"
-    assert re.search(rf"^wlb_megatron: error: (rank 1 on \S+: )?{silent}", refused, re.MULTILINE), refused
-    assert log.read_text().count("\n") <= trained[0] + 3
 
 
 DROPS_HALF = """

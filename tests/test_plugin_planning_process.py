@@ -30,7 +30,6 @@ from wlb_megatron.plugin.micro_batches.planning import (
     PlanAhead,
     PlannedIteration,
     ShardSettings,
-    check_alive,
     in_a_process,
     plan_in_a_process,
     plan_iterations,
@@ -89,13 +88,11 @@ def test_a_process_gives_the_threads_plans_states_and_figures_to_the_end_of_the_
     assert [iteration.plan for iteration in planned] == [iteration.plan for iteration in expected]
 
 
-def test_a_thread_plans_where_no_process_can_be_started(tmp_path, monkeypatch, capsys):
+def test_a_process_that_cannot_be_started_is_told_with_the_cure(tmp_path, monkeypatch):
     blend = corpora(tmp_path)
-    (expected,) = islice(plan_iterations(planner_of(blend), settings_of(blend)), 1)
     monkeypatch.setattr("sys.executable", "/nowhere/python")
-    (planned,) = islice(plan_in_a_process(planner_of(blend), settings_of(blend)), 1)
-    assert without_times(planned) == without_times(expected)
-    assert "WARNING: wlb_megatron: no process can be started to plan" in capsys.readouterr().out
+    with pytest.raises(WlbError, match=r"no process can be started .* set --wlb-plan-process never"):
+        next(plan_in_a_process(planner_of(blend), settings_of(blend)))
 
 
 def test_a_process_goes_on_where_a_state_was_taken(tmp_path):
@@ -159,13 +156,8 @@ def test_an_error_in_the_process_is_raised_where_the_plan_is_asked_for(error, ra
     blend = corpora(tmp_path)
     planner = planner_of(blend)
     planner.stream = Broken(error)
-    processes: list[child.Child] = []
-    make = partial(plan_in_a_process, planner, settings_of(blend), started=processes.append)
-    ahead = PlanAhead(make, 1, lambda: check_alive(processes))
     with pytest.raises(raised, match=line):
-        next(iter(ahead))
-    assert processes[0].process.poll() is not None
-    check_alive(processes)  # this process has ended it: the error is the plan's
+        next(iter(PlanAhead(partial(plan_in_a_process, planner, settings_of(blend)), 1)))
 
 
 def test_a_process_that_is_killed_or_stands_still_is_told_and_never_waited_for_forever(tmp_path, monkeypatch):

@@ -91,7 +91,6 @@ class Child:
             fcntl.fcntl(self._answers, fcntl.F_SETPIPE_SZ, _PIPE)
         self._unsent: deque[memoryview] = deque()
         self._received = bytearray()
-        self._killed = False
         self._quiet: float | None = None  # since when it is waited for without a byte in or out
         self.send(work)
 
@@ -137,13 +136,8 @@ class Child:
             raise WlbError(answer.text) if answer.is_line else RuntimeError(answer.text)
         return answer
 
-    def failure(self) -> str | None:
-        """How the child ended, where it ended badly and not by `kill`. Its last messages may not have been received."""
-        return f"it has {self._ending()}" if self.process.poll() and not self._killed else None
-
     def kill(self) -> None:
         """Ends the child now, whatever it is doing."""
-        self._killed = True
         self.process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(5)

@@ -229,18 +229,10 @@ def update_digest(digest: Any, plan: IterationPlan) -> None:
 
 
 class PlanAhead:
-    """Runs an iterator of plans `depth` items early in a daemon thread. An exception there is raised here.
+    """Runs an iterator of plans `depth` items early in a daemon thread. An exception there is raised here."""
 
-    check: called before each plan is given out; raises if no more can come.
-    """
-
-    def __init__(
-        self,
-        make: Callable[[], Iterator[PlannedIteration]],
-        depth: int,
-        check: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._make, self._check = make, check
+    def __init__(self, make: Callable[[], Iterator[PlannedIteration]], depth: int) -> None:
+        self._make = make
         self._waited = 0.0
         self._asked: float | None = None  # since when training waits
         self._got = time.perf_counter()
@@ -267,7 +259,6 @@ class PlanAhead:
             yield iteration
 
     def _get(self) -> PlannedIteration | BaseException | None:
-        self._check()
         self._asked = time.perf_counter()
         self._steps.append(self._asked - self._got)
         iteration = self._made.get()
@@ -320,36 +311,31 @@ def in_a_process(planner: Planner, config: WlbConfig, mean_length: float) -> boo
 
 
 def plan_in_a_process(
-    planner: Planner,
-    settings: ShardSettings,
-    *,
-    keeps_plans: bool = False,
-    started: Callable[[Child], None] = lambda _: None,
+    planner: Planner, settings: ShardSettings, *, keeps_plans: bool = False
 ) -> Iterator[PlannedIteration]:
     """What `plan_iterations` gives, made by a child; this process's planner stays as it is. The child gets the planner
     as it stands, and sends iterations as fast as the pipe takes them. They are taken a micro-batch at a time, so that
     no call holds the interpreter for long.
 
-    keeps_plans: iterations come with the plan of all data-parallel ranks. started: gets the child. Raises what planning
-    raises, and WlbError if the child ends before the plans do. If none can be started, this process plans, after a
-    warning.
+    keeps_plans: iterations come with the plan of all data-parallel ranks. Raises what planning raises, and WlbError if
+    no child can be started or it ends before the plans do: after those that it has sent, often hundreds.
     """
     try:
         child = Child(partial(_planned_parts, planner, settings, keeps_plans))
     except OSError as error:
-        print(
-            f"WARNING: wlb_megatron: no process can be started to plan ({error}): a thread does", flush=True
-        )
-        yield from plan_iterations(planner, settings)
-        return
+        raise WlbError(
+            f"no process can be started to plan iterations ({error}): set --wlb-plan-process never"
+        ) from None
     atexit.register(child.kill)
-    started(child)
     answers = iter(child.receive, None)
     try:
         for iteration, count in answers:
             yield replace(iteration, micro_batches=tuple(islice(answers, count)))
     except OSError as error:
-        raise _silent(error) from None
+        raise WlbError(
+            f"the process that plans iterations does not answer ({error}): see whether the node ran out of memory, and "
+            "start again from the last checkpoint"
+        ) from None
     except RuntimeError as error:
         raise RuntimeError(f"wlb_megatron: planning failed\n{error}") from None
     finally:
@@ -366,17 +352,3 @@ def _planned_parts(
         plan = iteration.plan if keeps_plans else None
         yield replace(iteration, micro_batches=(), state=state, plan=plan), len(iteration.micro_batches)
         yield from iteration.micro_batches
-
-
-def check_alive(children: Sequence[Child]) -> None:
-    """Raise what the planning thread raises only once it has taken all plans from the pipe, often hundreds."""
-    for child in children:
-        if (ending := child.failure()) is not None:
-            raise _silent(ending)
-
-
-def _silent(why: object) -> WlbError:
-    return WlbError(
-        f"the process that plans iterations does not answer ({why}): see whether the node ran out of memory, and start "
-        "again from the last checkpoint"
-    )

@@ -17,7 +17,6 @@ from megatron.core.num_microbatches_calculator import get_current_running_global
 from megatron.training import get_args, print_rank_0
 from megatron.training.utils import is_last_rank
 
-from wlb_megatron.child import Child
 from wlb_megatron.documents.blend import predictions_in
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.carry import began_otherwise, saved_choices, weighs_equally
@@ -41,7 +40,6 @@ from wlb_megatron.plugin.micro_batches.planning import (
     PlanAhead,
     PlannedIteration,
     ShardSettings,
-    check_alive,
     in_a_process,
     nothing_counted,
     plan_in_a_process,
@@ -223,17 +221,16 @@ def _plan_ahead(source: Source, settings: ShardSettings) -> PlanAhead:
     """What makes iterations early: a thread that plans, or that takes the plans of a process or of dynamic groups."""
     planner, config = source.planner, source.config
     make: Callable[[], Iterator[PlannedIteration]] = partial(plan_iterations, planner, settings)
-    processes: list[Child] = []
     if in_a_process(planner, config, source.mean_length):
         documents_each = planner.global_tokens / source.mean_length
         print_rank_0(
             f"> wlb_megatron: a process on each rank plans iterations, of about {documents_each:,.0f} documents"
         )
         logs = config.log_plans and is_last_rank()
-        make = partial(plan_in_a_process, planner, settings, keeps_plans=logs, started=processes.append)
+        make = partial(plan_in_a_process, planner, settings, keeps_plans=logs)
     if config.cp_mode == "dynamic":
         make = training_plans(source, settings, lambda: plan_ahead)
-    plan_ahead = PlanAhead(make, PLANS_AHEAD, lambda: check_alive(processes))
+    plan_ahead = PlanAhead(make, PLANS_AHEAD)
     if config.cp_mode == "dynamic":
         atexit.register(plan_ahead.close)
     return plan_ahead
