@@ -52,7 +52,7 @@ SHARDINGS = ["per-sequence", "per-document", "hybrid"]
 
 HOLDS_TOKENS = Layout(0, 1, 8, True)
 ALL_TENSORS = Layout(0, 1, 8, True, routes=True, follows=1, by_document=True)
-"""Of which each micro-batch has seven."""
+"""Of which each micro-batch has six."""
 
 
 def planned(pieces: list[Piece], cp: int = 1, sharding: str = "per-document") -> PlannedMicroBatch:
@@ -171,7 +171,7 @@ def test_a_step_counts_a_document_in_chunks_as_the_whole_one(tmp_path):
     iteration = [[Piece(0, 0, 0, 20)], middle, [Piece(0, 0, 33, 50, 33)]]
     for layout in (HOLDS_TOKENS, Layout(1, 1, 8, False)):
         reader = PackedDocuments(corpus, layout)
-        lengths = [reader[each].bounds.diff().tolist() for each in chunked(iteration, 4, "per-document")]
+        lengths = [reader[each].document_lengths().tolist() for each in chunked(iteration, 4, "per-document")]
         assert lengths == [[], [8], [50]]
 
 
@@ -386,14 +386,14 @@ def test_a_stage_that_needs_no_tokens_reads_none_and_flops_are_told_by_document_
     corpus = corpus_of(tmp_path, [[1, 2]])
     batch = PackedDocuments(corpus, Layout(0, 1, 8, False))[whole(0, 2)]
     tensors = [name for name, value in batch._asdict().items() if torch.is_tensor(value)]
-    assert batch.held is None and tensors == ["bounds"] and batch.bounds.tolist() == [0, 2]
+    assert batch.held is None and tensors == [] and batch.document_lengths().tolist() == [2]
     # What Megatron sums squares of: 8 documents of 512 are an eighth of one of 4,096; 3 tokens of padding none.
     corpus = corpus_of(tmp_path, [[1] * 4096, *([2] * 512 for _ in range(8)), [3] * 5])
     layout = Layout(0, 1, 8, False)
 
     def squares(pieces: list[Piece]) -> int:
-        bounds = PackedDocuments(corpus, layout)[planned(pieces, 4, "per-document")].bounds
-        return int((bounds.diff() ** 2).sum())
+        loaded = PackedDocuments(corpus, layout)[planned(pieces, 4, "per-document")]
+        return int((loaded.document_lengths() ** 2).sum())
 
     one = squares([Piece(0, 0, 0, 4096)])
     assert one == 8 * squares([Piece(0, d, 0, 512) for d in range(1, 9)]) == 4096**2
@@ -416,7 +416,7 @@ def test_the_loader_pins_every_tensor_of_a_micro_batch(tmp_path, monkeypatch):
         return {name: value for name, value in parts._asdict().items() if torch.is_tensor(value)}
 
     actual, expected = tensors(pinned) | tensors(pinned.held), tensors(loaded) | tensors(loaded.held)
-    assert len(actual) == 7 and list(actual) == list(expected)
+    assert len(actual) == 6 and list(actual) == list(expected)
     assert all(any(value is tensor for tensor in pinned_tensors) for value in actual.values())
     assert all(torch.equal(value, expected[name]) for name, value in actual.items())
     assert pinned.planned is loaded.planned and pinned.held.predicted == 2.0
@@ -454,8 +454,8 @@ def test_files_of_two_iterations_of_many_micro_batches_a_window_are_counted(tmp_
     held = [next(iterator) for _ in range(16)]
     opened = len(files_of_tensors() - before)
     iterator.close()
-    assert 7 * 16 <= opened <= files_of_workers(1, 8) and len(held) == 16
-    assert (read_ahead(4, 4), files_of_workers(4, 4)) == (8, 7 * 16)
+    assert 6 * 16 <= opened <= files_of_workers(1, 8) and len(held) == 16
+    assert (read_ahead(4, 4), files_of_workers(4, 4)) == (8, 6 * 16)
 
 
 def test_closing_ends_a_worker_that_ignores_the_signal_and_is_stuck_in_a_read(tmp_path, monkeypatch):

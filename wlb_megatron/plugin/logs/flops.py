@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.training import get_args, training
 
@@ -23,14 +24,14 @@ class SegmentCounts:
     logged: tuple[Any, ...] = (None, None)
 
 
-def count_segments(bounds: Sequence[torch.Tensor]) -> None:
+def count_segments(lengths: Sequence[np.ndarray]) -> None:
     """Add a trained step's documents. Once a step, however often Megatron runs it again, and not for evaluation.
 
-    bounds: each micro-batch's cumulative lengths, int64[n + 1] on the CPU. Padding is left out; a document in chunks is
-    whole in the micro-batch of its last chunk.
+    lengths: of each micro-batch's documents. Padding is left out; a document in chunks is whole in the micro-batch of
+    its last chunk.
     """
-    lengths = torch.cat([of_micro_batch.diff() for of_micro_batch in bounds])
-    cumulative = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    # From 0 on, with one of no tokens: Megatron's ranks meet in its sum also where one has no document.
+    cumulative = torch.from_numpy(np.concatenate(([0, 0], *lengths)).cumsum())
     training.update_seqlen_stats_from_cu_seqlens(cumulative.cuda(non_blocking=True))
 
 

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
+import torch
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Sampler, get_worker_info
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
@@ -22,7 +24,7 @@ from wlb_megatron.errors import WlbError
 from wlb_megatron.plugin import stores
 from wlb_megatron.plugin.flags.training_job import TrainingJob
 from wlb_megatron.plugin.job_state import Original
-from wlb_megatron.plugin.micro_batches.loaded import Layout, LoadedMicroBatch, PackedDocuments, share
+from wlb_megatron.plugin.micro_batches.loaded import Layout, LoadedMicroBatch, PackedDocuments
 from wlb_megatron.plugin.micro_batches.planning import PlannedIteration, PlannedMicroBatch
 from wlb_megatron.refusals import RefusedHere
 
@@ -60,9 +62,9 @@ def read_ahead(windows: int, iteration_micro_batches: int) -> int:
 
 
 def files_of_workers(windows: int, iteration_micro_batches: int) -> int:
-    """Files that a process has open at most for what a loader's workers hand over: one a tensor, seven a micro-batch,
+    """Files that a process has open at most for what a loader's workers hand over: one a tensor, six a micro-batch,
     of those read ahead, of the iteration drawn ahead, and of the one that trains."""
-    return 7 * (read_ahead(windows, iteration_micro_batches) + 2 * iteration_micro_batches)
+    return 6 * (read_ahead(windows, iteration_micro_batches) + 2 * iteration_micro_batches)
 
 
 def make_loader(
@@ -95,7 +97,7 @@ def _only(items: list[LoadedMicroBatch]) -> LoadedMicroBatch:
     (item,) = items
     if get_worker_info() is not None:
         try:
-            share(item)
+            tree_map_only(torch.Tensor, torch.Tensor.share_memory_, item)
         except RuntimeError as error:
             raise WlbError(f"{SHARED_MEMORY_FULL} ({str(error).splitlines()[0]})") from None
     return item

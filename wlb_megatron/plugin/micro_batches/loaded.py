@@ -3,7 +3,6 @@ the ranks that share it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -111,17 +110,15 @@ class DocumentRows(NamedTuple):
 class LoadedMicroBatch(NamedTuple):
     """One micro-batch on this rank. It holds t of the micro-batch's T tokens.
 
-    layout: the rank's, within the group that shares the micro-batch. attention: the rank's attention calls. bounds:
-    int64[n + 1], cumulative lengths of the n real documents that end here; one in chunks counts whole, with its last
-    chunk. held: None on a pipeline stage that neither embeds nor scores. padding_mask: bool[1, t], True if a token is
-    padding; for routers alone. document_of: int64[t], index of each token's piece; for routers that balance each
-    document. documents: for gated delta nets.
+    layout: the rank's, within the group that shares the micro-batch. attention: the rank's attention calls. held: None
+    on a pipeline stage that neither embeds nor scores. padding_mask: bool[1, t], True if a token is padding; for
+    routers alone. document_of: int64[t], index of each token's piece; for routers that balance each document.
+    documents: for gated delta nets.
     """
 
     planned: PlannedMicroBatch
     layout: Layout
     attention: AttentionLayout
-    bounds: torch.Tensor
     held: HeldTokens | None = None
     padding_mask: torch.Tensor | None = None
     document_of: torch.Tensor | None = None
@@ -133,23 +130,26 @@ class LoadedMicroBatch(NamedTuple):
         tokens = self.planned.shard.tokens_per_rank[self.layout.cp_rank]
         return tokens // self.layout.activation_divisor, 1, self.layout.hidden_size
 
+    def document_lengths(self) -> np.ndarray:
+        """int64[n]: tokens of the documents that end here, those of earlier chunks included; padding left out.
 
-def share(parts: Iterable[Any]) -> None:
-    """Move all its tensors to shared memory, in which a loader's worker hands them over."""
-    for value in parts:
-        if isinstance(value, torch.Tensor):
-            value.share_memory_()
-        elif isinstance(value, HeldTokens | DocumentRows):
-            share(value)
+        Counted so, a step's tokens and squared lengths are the documents', in however many chunks they came.
+        """
+        plan = self.planned.shard
+        ends = np.ones(len(plan.lengths), dtype=bool)
+        ends[len(ends) - (self.planned.pieces[-1].document == PADDING) :] = False
+        if plan.chunks is not None:
+            ends[plan.chunks.continued] = False
+        lengths: np.ndarray = (plan.prefixes + plan.lengths)[ends]
+        if self.planned.group is None:
+            return lengths
+        # Megatron sums over all ranks and divides by the context-parallel size: one rank reports, so many times.
+        return np.tile(lengths, self.layout.cp_size if self.layout.cp_rank == 0 else 0)
 
 
 def from_plan(micro_batch: PlannedMicroBatch, layout: Layout) -> LoadedMicroBatch:
     """All that is made from the plan alone; `held` is left out."""
-    layout, real = layout.within(micro_batch.group), _whole_lengths(micro_batch)
-    if micro_batch.group is not None:
-        # Megatron sums over all ranks and divides by the context-parallel size: one rank reports, so many times.
-        real = np.tile(real, layout.cp_size) if layout.cp_rank == 0 and len(real) else np.zeros(1, np.int64)
-    padding = document_of = None
+    layout, padding, document_of = layout.within(micro_batch.group), None, None
     if layout.routes:
         padding = torch.from_numpy(padding_mask(micro_batch, layout.cp_rank))[None]
     if layout.by_document:
@@ -159,24 +159,10 @@ def from_plan(micro_batch: PlannedMicroBatch, layout: Layout) -> LoadedMicroBatc
         micro_batch,
         layout,
         attention_layout(micro_batch.shard, layout.cp_rank, layout.window),
-        torch.from_numpy(np.concatenate(([0], np.cumsum(real))).astype(np.int64)),
         padding_mask=padding,
         document_of=document_of,
         documents=DocumentRows.of(micro_batch.shard) if layout.gathers else None,
     )
-
-
-def _whole_lengths(micro_batch: PlannedMicroBatch) -> np.ndarray:
-    """int64[n]: tokens of the documents that end here, those of earlier chunks included; padding left out.
-
-    Counted so, a step's tokens and squared lengths are the documents', in however many chunks they came.
-    """
-    lengths = micro_batch.shard.prefixes + micro_batch.shard.lengths
-    last = len(lengths) - (micro_batch.pieces[-1].document == PADDING)
-    ends = np.ones(last, dtype=bool)
-    if micro_batch.shard.chunks is not None:
-        ends[micro_batch.shard.chunks.continued] = False
-    return lengths[:last][ends]
 
 
 def padding_mask(micro_batch: PlannedMicroBatch, rank: int) -> np.ndarray:

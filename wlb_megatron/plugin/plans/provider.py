@@ -179,7 +179,7 @@ def training_iterator(source: Source, agreement: PlanAgreement) -> MicroBatchIte
             _print_skipped(planned_iteration)
             return
         # Figures for the log.
-        count_segments([batch.bounds for batch in batches])
+        count_segments([batch.document_lengths() for batch in batches])
         number = get_args().curr_iteration + 1
         metrics.stepped(
             *(number, batches, planned_iteration, source.config),
