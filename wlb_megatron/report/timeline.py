@@ -134,9 +134,7 @@ def draw_timelines(path: Path, plans: Sequence[Drawn], stages: int) -> list[floa
         "time (the step's work on a stage = 1, simulated from work; hatched: backward"
         + ("; dark: recomputed" if any(recomputed.any() for recomputed in repeated) else "")
         + "; number: micro-batch)",
-        labelpad=4 + 14 * -(-min(NAMED, len(_colors(plans[-1]))) // COLUMNS)
-        if plans
-        else 4,  # below the legend
+        labelpad=4 + 14 * -(-min(NAMED, len(_colors(plans[-1]))) // COLUMNS),  # below the legend
     )
     scale = pyplot.cm.ScalarMappable(norm=pyplot.Normalize(0, heaviest), cmap=shades)
     figure.colorbar(scale, ax=rows[:, 0].tolist(), label="share of the step's work")
