@@ -296,20 +296,13 @@ class LayerModel:
         logits = t * (rates.logit_traffic * shape.vocab / tp / rates.memory_rate * 1e9)
         return Times(product + logits + gather, 2 * product + logits / 2 + gather)
 
-    def layers_of(self, stage: int, chunk: int = 0) -> int:
-        """Layers of a chunk: spread evenly, with one more on earlier chunks. 126 over 16 stages are 8 ... 8 7 7."""
-        chunks = self.layout.pipeline * self.layout.virtual
-        position = chunk * self.layout.pipeline + stage
-        return self.layers // chunks + (position < self.layers % chunks)
-
     @cached_property
     def stage_layers(self) -> npt.NDArray[np.int64]:
-        """int64[P, V]: layers of each model chunk of each stage."""
+        """int64[P, V]: layers of each model chunk of each stage, spread evenly, with one more on earlier chunks. 126
+        over 16 stages are 8 ... 8 7 7."""
         layout = self.layout
-        return np.array(
-            [[self.layers_of(p, c) for c in range(layout.virtual)] for p in range(layout.pipeline)],
-            dtype=np.int64,
-        )
+        position = np.arange(layout.virtual * layout.pipeline).reshape(layout.virtual, layout.pipeline).T
+        return self.layers // position.size + (position < self.layers % position.size)
 
     @property
     def recomputed_layers(self) -> npt.NDArray[np.int64]:
