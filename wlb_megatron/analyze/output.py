@@ -150,7 +150,9 @@ def print_analysis(analysis: Analysis) -> None:
     rows = [
         row for row in rows if any(set(cell) & set("123456789") for cell in row[1:])
     ]  # else it tells nothing
-    if _uneven(analysis):
+    if (
+        abs(analysis.after.long_weight - 1) >= 0.005
+    ):  # if steps decide, tokens of long documents weigh unlike others
         weights = [f"{result['long_documents_weight']:.2f}" for result in results]
         rows.append(["weight of a long document's tokens", *weights])
     print_table(
@@ -166,8 +168,6 @@ def print_analysis(analysis: Analysis) -> None:
         )
     if report["above_spread"]:
         print(f"steps above --batch-spread, warm-up included: {report['above_spread']}")
-    for line in _weights(analysis):
-        print(line)
     if analysis.searched is not None:
         _print_search(analysis.searched)
         print()
@@ -349,24 +349,6 @@ def _ending(analysis: Analysis) -> list[str]:
     else:
         flags = flags_of(analysis.best.config) or "none, the defaults do this"
     return [*lines, f"{ready}: {flags}", *_steadier(analysis)]
-
-
-def _uneven(analysis: Analysis, threshold: float = 0.005) -> bool:
-    """Whether tokens of long documents weigh unlike others, if steps decide."""
-    return abs(analysis.after.long_weight - 1) >= threshold
-
-
-def _weights(analysis: Analysis) -> list[str]:
-    """What the other --token-weights would change."""
-    if not _uneven(analysis, 0.05):
-        return []
-    if analysis.equal_weights:
-        by_step = f"{analysis.after.long_weight:.2f}"
-        return [f"token weights: equal; --token-weights step would make a long document's {by_step}"]
-    return [
-        "token weights: step; --token-weights equal would make a long document's 1.00",
-        "(a step's gradient then grows with its tokens; the predicted times stay)",
-    ]
 
 
 def _pair(statistics: dict[str, float], form: str) -> str:
