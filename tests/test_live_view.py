@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import count, islice
@@ -24,7 +25,8 @@ from wlb_megatron.pipeline.orders import links_of
 from wlb_megatron.plan import IterationPlan, MicroBatch, Piece
 from wlb_megatron.plugin.flags.limits import complete, fit_to_memory, recompute_memory
 from wlb_megatron.plugin.flags.training_job import TrainingJob
-from wlb_megatron.plugin.logs import metrics, trace
+from wlb_megatron.plugin.logs import metrics, timers, trace
+from wlb_megatron.plugin.logs.metrics import WINDOW, Progress
 from wlb_megatron.plugin.logs.prediction import group_predictor, layer_model, predictor
 from wlb_megatron.plugin.micro_batches.planning import PlannedIteration, ShardSettings, plan_iterations
 from wlb_megatron.plugin.plans.source import open_part
@@ -40,7 +42,7 @@ from wlb_megatron.workload.profile import FORMAT, ProfiledModel, host_name, writ
 def shown(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
     """What a run over two ranks printed of itself, and the last line of its log."""
     folder = tmp_path_factory.mktemp("shown")
-    more = f"--data-path {corpus} --global-batch-size 2 --train-iters 4 --split 1,0,0"
+    more = f"--data-path {corpus} --global-batch-size 2 --train-iters 4 --split 1,0,0 --timing-log-level 2"
     output = output_of([*flags(context=2), *more.split(), "--wlb-log", str(folder / "log.jsonl")], 2)
     return output, json.loads((folder / "log.jsonl").read_text().splitlines()[-1])
 
@@ -51,12 +53,21 @@ def test_a_run_says_how_far_it_is(shown):
     tokens, steps = sum(LENGTHS), sum(LENGTHS) / 128
     epoch = f"an epoch is {tokens} tokens, {steps:.0f} steps"
     assert f"{epoch}; the run's 4 steps are {4 / steps:.2f} of them." in output
-    assert "[wlb] iteration 3 | imbalance" in output
+    assert re.search(r"\[wlb\] iteration 1 of 4 \(25\.0%\) \| imb", output)
+    assert re.search(r"\[wlb\] iteration 3 of 4 \(75\.0%, \d+ s left\) \|", output)
     assert "/s/GPU" not in output, "of no use on CPUs"
-    assert last["iteration"] == 4 and last["time"] > 1.7e9
+    assert last["seconds_left"] == 0 and last["train_iterations"] == 4 and last["time"] > 1.7e9
 
 
-def test_a_time_left_is_spelled_in_two_units() -> None:
+def test_the_time_left_is_that_of_the_latest_iterations() -> None:
+    now = [0.0]
+    run = Progress(clock=lambda: now[0])
+    assert "seconds_left" not in run.add(11, 1000)
+    for iteration in range(12, 12 + 2 * WINDOW):
+        now[0] += 9.0 if iteration < 20 else 2.0
+        figures = run.add(iteration, 1000)
+    assert figures["seconds_left"] == pytest.approx(2.0 * (1000 - iteration))
+    assert "seconds_left" not in run.add(500, None)
     spelled = [duration(seconds) for seconds in (45, 720, 12_000, 457_200)]
     assert spelled == ["45 s", "12 min", "3 h 20 min", "5 d 7 h"]
 
@@ -71,6 +82,8 @@ def figures_of(**changes: Any) -> dict[str, Any]:
 
 def test_the_log_line_puts_the_predicted_beside_the_measured_time() -> None:
     assert metrics.log_line(figures_of()).endswith("| ms: 812.3, predicted 790.1")
+    gained = metrics.log_line(figures_of(), gain=1.1832)
+    assert gained.endswith("predicted 790.1 | predicted gain over arrival order: 1.183 so far")
     assert "predicted" not in metrics.log_line(figures_of(predicted_ms=None))
     shardings = figures_of(shardings={"hybrid": 3, "per-document": 1})
     assert "| sharding: 3 hybrid, 1 per-document | ms" in metrics.log_line(shardings)
@@ -248,8 +261,8 @@ def test_a_job_that_the_simulator_does_not_take_has_no_prediction_and_one_that_f
     assert predictor(odd, 0)(plan, [shard([64], 2, "hybrid")] * 3) is None
     assert predictor(job_of(num_layers=1), 0) is None
     predict = group_prediction(job_of())
-    for _ in range(2):
-        assert predict(StepPlan(4, ((Group(0, 3, (0,)),),)), [5]) is None  # no such size
+    assert predict(StepPlan(4, ((Group(0, 3, (0,)),),)), [5]) is None  # no such size
+    assert predict(StepPlan(4, ((Group(0, 2, (0,)),),)), [5]) is None
     assert capsys.readouterr().out.count("WARNING") == 1
 
 
@@ -343,6 +356,8 @@ def test_a_run_reports_predicted_and_measured_times_and_traces_an_iteration(corp
         assert "tokens_per_second_per_gpu" not in row and "tflops_per_gpu" not in row, "figures of a GPU"
         assert [len(ranks) for ranks in row["lengths"]] == [1] * 4
         assert sum(n for micro_batch in row["lengths"] for n in micro_batch[0]) == row["tokens"]
+    gain = sum(row["arrival_ms"] for row in rows) / sum(row["predicted_ms"] for row in rows)
+    assert f"predicted gain over arrival order: {gain:.3f} so far\n" in said
     events = [event for event in json.loads(traced.read_text())["traceEvents"] if event["ph"] == "X"]
     # Two stages, four micro-batches, forward and backward of each; stage 1 cannot begin before stage 0 has ended.
     assert sorted((e["tid"], e["name"]) for e in events) == sorted(
@@ -352,3 +367,61 @@ def test_a_run_reports_predicted_and_measured_times_and_traces_an_iteration(corp
     for m in range(4):
         assert at[1, f"F{m}"]["ts"] + at[1, f"F{m}"]["dur"] >= at[0, f"F{m}"]["ts"] + at[0, f"F{m}"]["dur"]
         assert at[0, f"B{m}"]["ts"] + at[0, f"B{m}"]["dur"] >= at[1, f"B{m}"]["ts"]
+
+
+class Clock:
+    """Events on a device whose time passes by the wait that is marked."""
+
+    now = 0.0
+
+    def __init__(self, **_: Any) -> None:
+        self.at = -1.0
+
+    def record(self) -> None:
+        self.at = Clock.now
+
+    def synchronize(self) -> None:
+        assert self.at >= 0
+
+    def elapsed_time(self, other: Clock) -> float:
+        return other.at - self.at
+
+
+def test_waits_for_exchanged_keys_are_summed_by_marks_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait(milliseconds: float) -> Callable[[], None]:
+        return lambda: setattr(Clock, "now", Clock.now + milliseconds)
+
+    monkeypatch.setattr(timers.torch.cuda, "Event", Clock)
+    for milliseconds in (3.0, 4.5):
+        timers._on_gpu(wait(milliseconds))
+    assert timers._read_waits() == pytest.approx(0.0075)
+    assert timers._read_waits() == 0.0
+
+
+def test_exchanges_are_timed_in_the_jobs_that_log_them_and_in_no_later_one(monkeypatch):
+    import megatron.training
+
+    log = SimpleNamespace(log=lambda names: None, write=lambda names: None)
+    monkeypatch.setattr(megatron.training, "get_timers", lambda: log)
+    monkeypatch.setattr(timers, "add", lambda name, seconds: None)
+    for level, timed in ((2, True), (1, False)):
+        args = SimpleNamespace(timing_log_level=level, distributed_backend="gloo")
+        monkeypatch.setattr(megatron.training, "get_args", lambda args=args: args)
+        timers.continue_lists()
+        assert (timers.kv_exchange.on_wait is not None) == timed
+
+
+def test_megatrons_lists_of_timers_are_continued_and_other_lists_stay() -> None:
+    seen: list[list[str]] = []
+    log = timers._continued(lambda names, **_: seen.append(names), ["wlb-draw"])
+    log(["forward-backward", "optimizer"], normalizer=1)
+    log(["model-and-optimizer-setup"])
+    assert seen == [["forward-backward", "optimizer", "wlb-draw"], ["model-and-optimizer-setup"]]
+
+
+@pytest.mark.megatron
+def test_the_plugins_timers_stand_among_megatrons(shown):
+    lines = re.findall(r"^ +([a-z-]+) \.+: \(([0-9.]+), ([0-9.]+)\)", shown[0], re.MULTILINE)
+    at_most = {name: max(float(most) for n, _, most in lines if n == name) for name, *_ in lines}
+    assert {"forward-backward", "wlb-draw", "wlb-planning", "wlb-key-exchange"} <= at_most.keys()
+    assert at_most["wlb-key-exchange"] < at_most["forward-backward"]

@@ -203,7 +203,7 @@ def test_gradients_are_the_scale_times_those_of_fp32_on_two_data_parallel_ranks(
         assert error < 0.02, f"{name}: {error:.3f}"
 
 
-def test_a_scale_at_which_summed_losses_overflow_is_kept_and_skipped_updates_are_told(corpus, tmp_path):
+def test_a_scale_at_which_summed_losses_overflow_is_kept_and_what_it_costs_is_told(corpus, tmp_path):
     """From 2**22 a mean's scale settles at 2**21 (as it does without the plugin), a sum's over 240 tokens at 2**12."""
     log = tmp_path / "log.jsonl"
     scale = "--fp16 --initial-loss-scale 4194304 --hysteresis 1 --log-interval 2"
@@ -212,8 +212,9 @@ def test_a_scale_at_which_summed_losses_overflow_is_kept_and_skipped_updates_are
     skipped = [row for row in rows if row["update_skipped"]]
     assert 1 <= len(skipped) <= 3 and len(rows) == 6
     assert min(float(value) for value in re.findall(r"loss scale: (\S+)", said)) >= 2**19
-    counts = re.findall(r"number of skipped iterations: +(\d+)", said)
-    assert sum(map(int, counts[1:])) == len(skipped)  # Megatron's second line counts from the start again
+    counts = re.findall(r"updates thrown away: (\d+), with (\d+) documents, (\d+) tokens", said)
+    sums = [sum(int(interval[at]) for interval in counts) for at in range(3)]
+    assert sums == [len(skipped), *(sum(row[name] for row in skipped) for name in ("documents", "tokens"))]
 
 
 # --wlb-token-weights equal: a token's loss weighs the same in every step, however many tokens the step has.

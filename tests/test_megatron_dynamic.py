@@ -79,6 +79,6 @@ def test_a_run_by_its_own_planner_says_whose_plans_it_trains_and_what_they_are_p
     output_of(flags(run, f"--wlb-cp-mode dynamic --wlb-log {log} --wlb-profile {profile}"), 2)
     rows = [json.loads(line) for line in log.read_text().splitlines()]
     assert [row["iteration"] for row in rows] == list(range(1, 13))
-    assert all(row["predicted_ms"] > 0 and row["plan_wait_ms"] >= 0 for row in rows)
+    assert all(row["predicted_ms"] > 0 and row["arrival_ms"] > 0 and row["plan_wait_ms"] >= 0 for row in rows)
     assert {row["plan_of"] for row in rows} <= {"greedy", "fixed", "late"}
     assert any(row["plan_of"] != "late" for row in rows)

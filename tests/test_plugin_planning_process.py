@@ -6,6 +6,7 @@ import struct
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -24,7 +25,8 @@ from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.factory import plan_job
 from wlb_megatron.packing.packer import PackingJob
 from wlb_megatron.packing.planner import Planner
-from wlb_megatron.plugin.logs.prediction import predict_or_warn
+from wlb_megatron.plan import IterationPlan
+from wlb_megatron.plugin.logs.prediction import UntilItFails, in_arrival_order
 from wlb_megatron.plugin.micro_batches import planning
 from wlb_megatron.plugin.micro_batches.planning import (
     PlanAhead,
@@ -35,6 +37,7 @@ from wlb_megatron.plugin.micro_batches.planning import (
     plan_iterations,
 )
 from wlb_megatron.sharding.cut import digest_of_cuts
+from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.workload.cost_model import CostModel
 from wlb_megatron.workload.kernel_table import h100
 
@@ -126,7 +129,7 @@ def test_the_process_imports_neither_torch_nor_megatron_and_maps_the_index(tmp_p
     monkeypatch.syspath_prepend(str(tmp_path))
     import asks
 
-    settings = replace(settings_of(blend), predict=partial(predict_or_warn, asks.ask))
+    settings = replace(settings_of(blend), predict=UntilItFails(asks.ask))
     (planned,) = islice(plan_in_a_process(planner_of(blend), settings), 1)
     assert planned.predicted_ms == 0.5
     assert capfd.readouterr().err.startswith("[]\n")
@@ -247,9 +250,43 @@ def test_a_process_plans_large_iterations_of_packers_that_plan_alone(tmp_path):
     assert not in_a_process(planner, WlbConfig(cp_mode="dynamic"), mean_length=2.0)
 
 
-def test_a_prediction_that_fails_does_not_end_planning(tmp_path, capsys):
-    predict = partial(predict_or_warn, lambda plan, shards: [][0])
-    settings = replace(settings_of(corpora(tmp_path)), predict=predict)
-    planned = list(islice(plan_iterations(planner_of(corpora(tmp_path)), settings), 3))
-    assert [iteration.predicted_ms for iteration in planned] == [None] * 3
-    assert capsys.readouterr().out.count("no predicted times, the simulator failed") == 1
+def took(plan: IterationPlan, shards: Sequence[ShardPlan]) -> float:
+    """A step of two data-parallel ranks that wait for each other: the slower one's work."""
+    tokens = [row[1].tokens for row in plan.micro_batches]
+    assert [shard.tokens for shard in shards] == [each + each % 2 for each in tokens]
+    columns = zip(*plan.micro_batches, strict=True)
+    return max(sum(micro_batch.work for micro_batch in column) for column in columns)
+
+
+def predicting(blend: Blend) -> ShardSettings:
+    settings = replace(settings_of(blend), predict=took)
+    return replace(settings, arrival_order=partial(in_arrival_order, settings, CostModel(200.0, 0.0), 2))
+
+
+def test_a_gain_that_cannot_be_told_does_not_end_planning(tmp_path, capsys):
+    """It fails at its start, without a cost model, and at its first plan, with a padding that is no number."""
+    settings = predicting(corpora(tmp_path))
+    for wrong, cost in ((settings, None), (replace(settings, alignment="odd"), CostModel(200.0, 0.0))):
+        begin = partial(in_arrival_order, wrong, cost, 2)
+        planner = planner_of(corpora(tmp_path))
+        planned = list(islice(plan_iterations(planner, replace(settings, arrival_order=begin)), 3))
+        assert all(iteration.arrival_ms is None and iteration.predicted_ms for iteration in planned)
+    said = capsys.readouterr().out
+    assert "no gain over arrival order, the simulator failed" in said and "no more predicted times" in said
+
+
+@pytest.mark.parametrize("in_process", [False, True])
+def test_what_a_run_would_take_in_arrival_order_is_that_of_the_very_documents_trained(in_process, tmp_path):
+    """Against a run of its own in arrival order: equal where all documents have trained, near it before."""
+    blend = corpora(tmp_path)
+    plan = plan_in_a_process if in_process else plan_iterations
+    planned = list(plan(planner_of(blend, endless=False), predicting(blend)))
+    plain = list(plan_iterations(planner_of(blend, endless=False, packing="original"), predicting(blend)))
+    alone = [iteration.predicted_ms or 0.0 for iteration in plain]
+    assert [iteration.arrival_ms for iteration in plain] == pytest.approx(alone, rel=1e-9)
+    beside = [iteration.arrival_ms or 0.0 for iteration in planned]
+    assert sum(beside) == pytest.approx(sum(alone), rel=1e-9)
+    half = len(plain) // 2
+    trained = sum(iteration.micro_batches[0].summary.tokens for iteration in planned[:half])
+    arrived = sum(iteration.micro_batches[0].summary.tokens for iteration in plain[:half])
+    assert sum(beside[:half]) / trained == pytest.approx(sum(alone[:half]) / arrived, rel=0.02)

@@ -124,7 +124,7 @@ def test_each_report_of_an_iteration_is_made_whatever_becomes_of_the_others(tmp_
     monkeypatch.setattr(training, "get_tensorboard_writer", Broken)
     monkeypatch.setattr(training, "get_wandb_writer", Broken)
     # Of which no log line can be made.
-    figures = {"iteration": 1, "predicted_ms": None, "shardings": {"hybrid": 1}}
+    figures = {"iteration": 1, "predicted_ms": None, "arrival_ms": None, "shardings": {"hybrid": 1}}
     metrics._report(figures)
     assert json.loads(log.read_text()) == figures
     printed = capsys.readouterr().out

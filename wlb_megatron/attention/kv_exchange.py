@@ -27,6 +27,9 @@ from torch import Tensor
 from wlb_megatron.attention.kernels.row_sums import add_rows, join_rows
 from wlb_megatron.sharding.attention_calls import Array, CachedKeys, ExchangePlan, Taken
 
+on_wait: Callable[[Callable[[], Any]], None] | None = None
+"""If set, called with each wait for a transfer, so that a timer can measure it."""
+
 
 def start_gather(
     exchange: ExchangePlan, kv: Tensor, group: Any, hidden: bool = True
@@ -77,10 +80,12 @@ def _travel(
 ) -> Callable[[], Tensor]:
     """Starts to send rows. Returns a function that waits for those that arrive, [sum of recv_counts, ..]."""
     sent_rows = source[rows] if isinstance(rows, slice) else source.index_select(0, rows)
-    arrived, work = _all_to_all(sent_rows, send_counts, recv_counts, group, hidden)
+    arrived, work = _all_to_all(sent_rows, send_counts, recv_counts, group, hidden or on_wait is not None)
 
     def wait() -> Tensor:
-        if work is not None:
+        if work is not None and on_wait is not None:
+            on_wait(work.wait)
+        elif work is not None:
             work.wait()
         return arrived
 

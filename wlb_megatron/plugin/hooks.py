@@ -55,11 +55,12 @@ class Hook:
 
 
 def _wrap_training_log(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """training_log, which keeps the packing state for the next checkpoint, reports the plugin's figures, and throughput
-    over all iterations since the last line."""
-    from wlb_megatron.plugin.logs import flops, metrics
+    """training_log, which keeps the packing state for the next checkpoint, reports the plugin's figures and timers, and
+    throughput over all iterations since the last line."""
+    from wlb_megatron.plugin.logs import flops, metrics, timers
 
     arguments = inspect.signature(original).bind(*args, **kwargs).arguments
+    timers.continue_lists()
     resume.note_applied()
     flops.take_mean(arguments)
     result = original(**arguments)

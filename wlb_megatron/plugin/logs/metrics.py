@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,7 +25,42 @@ from wlb_megatron.plugin.flags.refusal_printing import never_fatal
 from wlb_megatron.plugin.job_state import part
 from wlb_megatron.plugin.micro_batches.loaded import LoadedMicroBatch
 from wlb_megatron.plugin.micro_batches.planning import PlannedIteration, PlannedMicroBatch
+from wlb_megatron.report.terminal import duration
 from wlb_megatron.sharding.segments import ShardPlan
+
+WINDOW = 200
+"""Iterations whose time, evaluations and saves between them included, is expected of the next ones."""
+
+
+class Progress:
+    """Of this start of the run."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock, self._began = clock, round(clock(), 3)
+        self._ended: deque[tuple[int, float]] = deque(maxlen=WINDOW)
+
+    def add(self, iteration: int, of: int | None) -> dict[str, Any]:
+        """Figures after an iteration. of: iterations of the whole run; None: not known.
+
+        seconds_left is missing until two iterations have ended.
+        """
+        now = self._clock()
+        self._ended.append((iteration, now))
+        figures: dict[str, Any] = {"time": round(now, 3), "started": self._began, "train_iterations": of}
+        (first, then), passed = self._ended[0], iteration - self._ended[0][0]
+        if of and passed > 0 and now > then:
+            figures["seconds_left"] = round((of - iteration) * (now - then) / (iteration - first), 1)
+        return figures
+
+
+def describe(figures: Mapping[str, Any]) -> str:
+    """The part of a log line behind the iteration's number."""
+    of, seconds_left = figures.get("train_iterations"), figures.get("seconds_left")
+    if not of:
+        return ""
+    line = f" of {of} ({figures['iteration'] / of:.1%}"
+    return line + (f", {duration(seconds_left)} left)" if seconds_left is not None else ")")
+
 
 _LONG = ("iteration", "lengths", "epochs")
 """Figures that are no number of an iteration, or many: not for TensorBoard and Weights & Biases."""
@@ -33,13 +69,18 @@ _NO_FIGURES = "figures of an iteration are not reported"
 
 @dataclass(slots=True)
 class Figures:
-    """pending: figures of the iteration that is not yet logged, and when it began (perf_counter). memory_peak: bytes
-    over all steps; steps that plan what they recompute reset torch's.
+    """pending: figures of the iteration that is not yet logged, and when it began (perf_counter). thrown_away:
+    iterations, documents and tokens since the last line whose update Megatron threw away (in fp16, if a gradient
+    overflows). memory_peak: bytes over all steps; steps that plan what they recompute reset torch's. predicted_ms: sums
+    since the start in arrival order, and as planned.
     """
 
     pending: tuple[dict[str, Any], float] | None = None
+    progress: Progress = field(default_factory=Progress)
+    thrown_away: Counter[str] = field(default_factory=Counter)
     memory_peak: int = 0
     of_memory: Callable[[], dict[str, Any]] = dict
+    predicted_ms: tuple[float, float] = 0.0, 0.0
 
 
 def stepped(
@@ -70,6 +111,7 @@ def stepped(
             "above_spread": planned_iteration.above_spread,
             "consumed_tokens": planned_iteration.trained,
             "predicted_ms": planned_iteration.predicted_ms,
+            "arrival_ms": planned_iteration.arrival_ms,
             **figures_of_passes(planned_iteration.stream, corpora),
         }
         if config.log_plans and planned_iteration.plan is not None:
@@ -90,6 +132,7 @@ def report_iteration(skipped: int) -> None:
     with never_fatal(_NO_FIGURES):
         seconds = time.perf_counter() - step_start
         gpus = torch.distributed.get_world_size()
+        figures |= state.progress.add(figures["iteration"], get_args().train_iters)
         figures |= state.of_memory()
         if get_args().distributed_backend == "nccl":
             state.memory_peak = max(state.memory_peak, torch.cuda.max_memory_allocated())
@@ -97,17 +140,24 @@ def report_iteration(skipped: int) -> None:
             figures["tokens_per_second_per_gpu"] = figures["tokens"] / seconds / gpus
             if (operations := flops.logged_operations()) is not None:
                 figures["tflops_per_gpu"] = operations / 1e12 / seconds / gpus
-        figures |= {"time": time.time(), "measured_ms": seconds * 1e3, "update_skipped": int(skipped)}
-        _report(figures)
+        figures["measured_ms"] = seconds * 1e3
+        _report(figures | {"update_skipped": int(skipped)})
 
 
 def _report(figures: dict[str, Any]) -> None:
     from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer
 
-    args, iteration = get_args(), figures["iteration"]
+    args, iteration, state = get_args(), figures["iteration"], part(Figures)
+    predicted_ms, arrival = figures["predicted_ms"], figures["arrival_ms"]
+    if predicted_ms is not None and arrival is not None:
+        state.predicted_ms = state.predicted_ms[0] + arrival, state.predicted_ms[1] + predicted_ms
+    if figures.get("update_skipped"):
+        state.thrown_away.update(iterations=1, documents=figures["documents"], tokens=figures["tokens"])
     with never_fatal("the log line is not printed"):
         if iteration % args.log_interval == 0:
-            print(log_line(figures), flush=True)
+            gain = state.predicted_ms[0] / state.predicted_ms[1] if state.predicted_ms[1] else None
+            print(log_line(figures, state.thrown_away, gain=gain), flush=True)
+            state.thrown_away.clear()
     writer, wandb = get_tensorboard_writer(), get_wandb_writer()
     scalars = {f"wlb/{name}": value for name, value in figures.items() if name not in _LONG}
     if writer and iteration % args.tensorboard_log_interval == 0:
@@ -145,8 +195,15 @@ def append_line(path: str, line: str) -> None:
             raise
 
 
-def log_line(figures: dict[str, Any]) -> str:
-    """One line of an iteration. A CPU's figures have no rates and no memory."""
+def log_line(
+    figures: dict[str, Any],
+    thrown_away: Mapping[str, int] = MappingProxyType({}),
+    *,
+    gain: float | None = None,
+) -> str:
+    """One line of an iteration. thrown_away: iterations, documents and tokens whose update was not applied, since the
+    last line. gain: arrival order's predicted time over this one's, so far. A CPU's figures have no rates and no
+    memory."""
     rate = "".join(
         f", {figures[name]:.0f}{unit}"
         for name, unit in (("tokens_per_second_per_gpu", "/s/GPU"), ("tflops_per_gpu", " TFLOP/s/GPU"))
@@ -158,7 +215,7 @@ def log_line(figures: dict[str, Any]) -> str:
     if count := figures.get("documents_in_chunks"):
         in_chunks = f", {count} documents in {figures['chunks']} chunks"
     line = (
-        f" [wlb] iteration {figures['iteration']} | imbalance (max/mean work): micro-batches "
+        f" [wlb] iteration {figures['iteration']}{describe(figures)} | imbalance (max/mean work): micro-batches "
         f"{figures['imbalance']:.3f}, CP ranks {figures['cp_imbalance']:.3f} | step over ideal: "
         f"{figures['step_over_ideal']:.3f} with {figures['micro_batches']} micro-batches{in_chunks} | "
         f"tokens: {figures['tokens']}{targets}, "
@@ -167,6 +224,11 @@ def log_line(figures: dict[str, Any]) -> str:
         f"plan ms: {figures['plan_ms']:.2f} (waited {figures['plan_wait_ms']:.2f})"
     )
     line += describe_passes(figures)
+    if thrown_away:
+        line += (
+            f" | updates thrown away: {thrown_away['iterations']}, with {thrown_away['documents']} documents, "
+            f"{thrown_away['tokens']} tokens"
+        )
     if figures.get("shardings"):
         line += " | sharding: " + ", ".join(f"{n} {kind}" for kind, n in figures["shardings"].items())
     if "recomputed_share" in figures:
@@ -178,7 +240,8 @@ def log_line(figures: dict[str, Any]) -> str:
         )
     if figures["predicted_ms"] is None:
         return line
-    return line + f" | ms: {figures['measured_ms']:.1f}, predicted {figures['predicted_ms']:.1f}"
+    line += f" | ms: {figures['measured_ms']:.1f}, predicted {figures['predicted_ms']:.1f}"
+    return line if gain is None else line + f" | predicted gain over arrival order: {gain:.3f} so far"
 
 
 def plan_lengths(plan: IterationPlan) -> list[list[list[int]]]:

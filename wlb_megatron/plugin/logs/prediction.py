@@ -5,27 +5,35 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from wlb_megatron.dynamic.plan import GroupCost, StepPlan
+from wlb_megatron.packing.baselines import cut_windows, freeze, price
 from wlb_megatron.packing.limits import GpuMemory
+from wlb_megatron.packing.planner import Planner
+from wlb_megatron.packing.varlen.arrange import in_given_order
 from wlb_megatron.pipeline.kept_layers import recomputed_array
-from wlb_megatron.plan import IterationPlan
+from wlb_megatron.plan import IterationPlan, Waiting
 from wlb_megatron.plugin.flags.refusal_printing import never_fatal
 from wlb_megatron.plugin.flags.training_job import TrainingJob
+from wlb_megatron.plugin.micro_batches.planning import ShardSettings
+from wlb_megatron.sharding.cut import cut, pad
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.simulator.iteration import cut_of, run_steps
 from wlb_megatron.simulator.job import PlanTimes, simulate_groups
 from wlb_megatron.simulator.model import LayerModel, Times
 from wlb_megatron.workload.assumptions import Assumptions
+from wlb_megatron.workload.cost_model import CostModel
 from wlb_megatron.workload.kernel_table import KernelTable, h100
 
 PredictGroups = Callable[[StepPlan, Sequence[int]], float | None]
 """Milliseconds of an iteration from its groups and the tokens of its documents."""
+
+PredictPlan = Callable[[IterationPlan], float | None]
+"""Milliseconds of the documents of each of consecutive plans."""
 
 Predict = Callable[[IterationPlan, Sequence[ShardPlan]], float | None]
 """Milliseconds of an iteration from its plan and the shard plans of this data-parallel rank's micro-batches."""
@@ -42,7 +50,7 @@ def predictor(
     None for a job that the simulator does not take (a schedule of another kind): it trains all the same.
     """
     times = _plan_times(job, memory, table)
-    return None if times is None else partial(predict_or_warn, Prediction(times, dp_rank))
+    return None if times is None else UntilItFails(Prediction(times, dp_rank))
 
 
 MOST_PLANNED = 64
@@ -151,14 +159,76 @@ def group_predictor(job: TrainingJob, cost: GroupCost) -> PredictGroups | None:
     def predict(plan: StepPlan, tokens: Sequence[int]) -> float:
         return float(simulate_groups([plan], [tokens], model, cost).steps[0]) / 1e6
 
-    return partial(predict_or_warn, predict)
+    return UntilItFails(predict)
 
 
-def predict_or_warn(predict: Callable[..., float], *args: Any) -> float | None:
-    """A prediction, None if it fails: a figure of the log must not end training."""
-    with never_fatal("no predicted times, the simulator failed"):
-        return predict(*args)
+class UntilItFails:
+    """Predictions until the first error, which is printed: a figure of the log must not end training.
+
+    An object, so that it can be sent to the process that plans.
+    """
+
+    def __init__(self, predict: Callable[..., float | None]) -> None:
+        self._predict, self._failed = predict, False
+
+    def __call__(self, *args: Any) -> float | None:
+        if self._failed:
+            return None
+        with never_fatal("no more predicted times, the simulator failed"):
+            return self._predict(*args)
+        self._failed = True
+        return None
+
+
+def in_arrival_order(
+    settings: ShardSettings, cost: CostModel, dp: int, planner: Planner
+) -> PredictPlan | None:
+    """What tells the milliseconds of each plan's documents in arrival order, until it fails; None if it fails now."""
+    with never_fatal("no gain over arrival order, the simulator failed"):
+        return UntilItFails(ArrivalOrder(settings, cost, dp, planner))
     return None
+
+
+class ArrivalOrder:
+    """The same documents as Megatron packs them, in windows of arrival order cut per sequence, with the same mask.
+
+    Called with plan after plan, it tells the predicted milliseconds of each one's documents. A document that waits
+    counts in the iteration that trains it, so sums over iterations compare the very documents trained. Example: windows
+    of works 6, 6 take 10 ms each. If work 3 of the 12 waits, they count 20 * 9 / 12 = 15 ms so far.
+    """
+
+    def __init__(self, settings: ShardSettings, cost: CostModel, dp: int, planner: Planner) -> None:
+        """planner: before its next plan; its counts are read after each. cost: prices documents. dp: data-parallel
+        ranks."""
+        self._settings, self._cost, self._dp, self._planner = settings, cost, dp, planner
+        self._window = planner.global_tokens // planner.packer.bins
+        self._samples = planner.samples
+        self._before, self._arrived = price(planner.packer.waiting, cost), 0  # work
+        self._left: list[Waiting] = []
+        self._taken = self._told = 0.0  # milliseconds
+
+    def __call__(self, plan: IterationPlan) -> float | None:
+        windows, self._samples = self._planner.samples - self._samples, self._planner.samples
+        self._arrived += price(plan.arrived, self._cost)
+        items = [*self._left, *(Waiting(piece, plan.iteration) for piece in plan.arrived)]
+        filled, self._left = cut_windows(items, self._window, windows, len(items))
+        if filled:
+            grid = in_given_order(freeze(filled, windows, self._cost), self._dp)
+            predicted_ms = self._predict(IterationPlan(plan.iteration, (), grid, ()))
+            if predicted_ms is None:
+                return None
+            self._taken += predicted_ms
+        packed_work = self._arrived - price([item.piece for item in self._left], self._cost)
+        trained_work = self._before + self._arrived - price(plan.waiting, self._cost)
+        told_before, self._told = self._told, self._taken * trained_work / max(1, packed_work)
+        return self._told - told_before
+
+    def _predict(self, plan: IterationPlan) -> float | None:
+        of = self._settings
+        assert of.predict is not None
+        padded = [pad(row[of.dp_rank].pieces, of.alignment) for row in plan.micro_batches]
+        lengths = [np.array([piece.tokens for piece in pieces], dtype=np.int64) for pieces in padded]
+        return of.predict(plan, cut(lengths, of.cp_size, "per-sequence", of.table))
 
 
 def layer_model(job: TrainingJob, table: KernelTable | None = None) -> LayerModel:

@@ -82,8 +82,8 @@ class PlannedIteration:
     state: makes the JSON-able state when called. stream: the document stream's part of it. samples: micro-batches by
     Megatron's count of all iterations so far. trained: their tokens. put_back: pieces so far that arrived an iteration
     later, as their bound on delay could not be promised. above_spread: iterations so far with more tokens than
-    --wlb-batch-spread. predicted_ms: the whole iteration's time. plan: all data-parallel ranks' plan. These two are
-    None if they are not known.
+    --wlb-batch-spread. predicted_ms: the whole iteration's time. arrival_ms: its documents' time in arrival order.
+    plan: all data-parallel ranks' plan. These three are None if they are not known.
     """
 
     micro_batches: tuple[PlannedMicroBatch, ...]
@@ -96,6 +96,7 @@ class PlannedIteration:
     above_spread: int = 0
     predicted_ms: float | None = None
     plan: IterationPlan | None = None
+    arrival_ms: float | None = None
 
 
 def nothing_counted(_: Sequence[Piece]) -> tuple[int, ...]:
@@ -107,10 +108,10 @@ def nothing_counted(_: Sequence[Piece]) -> tuple[int, ...]:
 class ShardSettings:
     """How a data-parallel rank's micro-batches are padded and cut. All of it can be sent to another process.
 
-    predict: milliseconds of an iteration from its plan and shard plans, if this process reports them. predictions:
-    counts an iteration's predictions from its pieces, if losses are scaled by them. in_step: data-parallel ranks meet
-    in every forward and backward (experts, FSDP): all must run the same order. keeps_layers: each step plans what it
-    recomputes.
+    predict: milliseconds of an iteration from its plan and shard plans, if this process reports them. arrival_order:
+    begins the same prediction in arrival order, of consecutive plans (prediction.in_arrival_order). predictions: counts
+    an iteration's predictions from its pieces, if losses are scaled by them. in_step: data-parallel ranks meet in every
+    forward and backward (experts, FSDP): all must run the same order. keeps_layers: each step plans what it recomputes.
     """
 
     dp_rank: int
@@ -119,6 +120,7 @@ class ShardSettings:
     sharding: str
     table: KernelTable
     predict: Callable[[IterationPlan, Sequence[ShardPlan]], float | None] | None = None
+    arrival_order: Callable[[Planner], Callable[[IterationPlan], float | None] | None] | None = None
     predictions: Callable[[Sequence[Piece]], tuple[int, ...]] = nothing_counted
     in_step: bool = False
     keeps_layers: bool = False
@@ -151,6 +153,7 @@ def iterations_of(
     """
     summariser = Summariser(packed_waiting(planner.packer.state()))
     digest = hashlib.blake2b(tables.encode(), digest_size=8)
+    in_arrival_order = None if settings.arrival_order is None else settings.arrival_order(planner)
     while True:
         start = time.perf_counter()
         plan = planner.next_iteration()
@@ -170,6 +173,7 @@ def iterations_of(
             planner.above_spread,
             of_rank.predicted_ms,
             plan,
+            None if in_arrival_order is None else in_arrival_order(plan),
         )
 
 

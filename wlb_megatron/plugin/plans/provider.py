@@ -21,12 +21,12 @@ from wlb_megatron.documents.blend import predictions_in
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.carry import began_otherwise, saved_choices, weighs_equally
 from wlb_megatron.plugin import stores
-from wlb_megatron.plugin.flags.limits import recompute_memory
+from wlb_megatron.plugin.flags.limits import cost_model, recompute_memory
 from wlb_megatron.plugin.flags.refusal_printing import checked
 from wlb_megatron.plugin.job_state import part
-from wlb_megatron.plugin.logs import metrics, trace
+from wlb_megatron.plugin.logs import metrics, timers, trace
 from wlb_megatron.plugin.logs.flops import count_segments
-from wlb_megatron.plugin.logs.prediction import predictor
+from wlb_megatron.plugin.logs.prediction import in_arrival_order, predictor
 from wlb_megatron.plugin.megatron_trial import try_megatron
 from wlb_megatron.plugin.micro_batches.iterators import (
     MicroBatchIterator,
@@ -180,6 +180,9 @@ def training_iterator(source: Source, agreement: PlanAgreement) -> MicroBatchIte
             return
         # Figures for the log.
         count_segments([batch.document_lengths() for batch in batches])
+        timers.add("wlb-plan-wait", waited)
+        timers.add("wlb-planning", planned_iteration.micro_batches[0].plan_seconds)
+        timers.add("wlb-predicted", (planned_iteration.predicted_ms or 0.0) / 1e3)
         number = get_args().curr_iteration + 1
         metrics.stepped(
             *(number, batches, planned_iteration, source.config),
@@ -257,12 +260,18 @@ def _print_skipped(planned_iteration: PlannedIteration) -> None:
 
 
 def reporting(settings: ShardSettings, source: Source) -> ShardSettings:
-    """On the rank that logs: with the prediction of each iteration's time."""
+    """On the rank that logs: with the prediction of each iteration's time, as planned and in arrival order."""
     job = source.job
-    if not is_last_rank() or (job.profile is None and not job.device.on_gpu):
+    if not is_last_rank():
+        return settings
+    if job.profile is None and not job.device.on_gpu:
         return settings  # the built-in figures are a GPU's
     predict = predictor(job, settings.dp_rank, memory=recompute_memory(job), table=settings.table)
-    return replace(settings, predict=predict)
+    if predict is None:
+        return settings
+    settings = replace(settings, predict=predict)
+    arrival_order = partial(in_arrival_order, settings, cost_model(job), job.sizes.data)
+    return replace(settings, arrival_order=arrival_order)
 
 
 def shard_settings(source: Source) -> ShardSettings:

@@ -9,6 +9,7 @@ rerun) and never carried over.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -104,9 +105,8 @@ def wrap_get_forward_backward_func(original: Original, *args: Any, **kwargs: Any
     def run(*, data_iterator: Any, num_microbatches: int, **kwargs: Any) -> Any:
         from megatron.core.pipeline_parallel import schedules
         from megatron.core.utils import get_model_config
-        from megatron.training import get_timers
 
-        from wlb_megatron.plugin.logs import trace
+        from wlb_megatron.plugin.logs import timers, trace
         from wlb_megatron.plugin.logs.logged_losses import LoggedLosses
         from wlb_megatron.plugin.step import recomputation
         from wlb_megatron.plugin.step.rehearsal import REHEARSAL, rehearse, same_again
@@ -129,7 +129,7 @@ def wrap_get_forward_backward_func(original: Original, *args: Any, **kwargs: Any
 
         def step(batches: Sequence[LoadedMicroBatch]) -> Any:
             groups = batches[0].planned.chunk_groups if training else ()
-            draw_next = source.draw_ahead if training and batches[0].planned.iteration != REHEARSAL else None
+            draw_next = draw_ahead if training and batches[0].planned.iteration != REHEARSAL else None
             divided: AbstractContextManager[None] = nullcontext()
             check_together(len(batches))
             if training:
@@ -167,17 +167,21 @@ def wrap_get_forward_backward_func(original: Original, *args: Any, **kwargs: Any
                 finally:
                     queues.queue = None
 
+        def draw_ahead(count: int) -> None:
+            start = time.perf_counter()
+            source.draw_ahead(count)
+            timers.add("wlb-draw", time.perf_counter() - start)
+
         rehearsal = source.take_rehearsal() if training else None
         if rehearsal is not None:
             repeated = rehearsal.batches
             if len(repeated) == 1:
                 repeated = same_again(repeated[0], -(-num_microbatches // block) * block)
             rehearse(lambda: step(repeated), model, rehearsal)
-        timer = get_timers()("batch-generator", log_level=2)
-        timer.start()
+        start = time.perf_counter()
         batches = draw_step(first)
-        timer.stop()
         if training:
+            timers.add("wlb-draw", time.perf_counter() - start)
             trace.begin_step()
         result = step(batches)
         if training:
