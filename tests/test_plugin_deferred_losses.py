@@ -147,7 +147,6 @@ def test_losses_of_a_model_that_may_change_them_are_not_deferred(capsys):
 
     kinds = (GPTModel, HybridModel, Own, Forward, Postprocess, torch.nn.Module)
     assert [returns_its_losses(wrapped(kind)) for kind in kinds] == [True, True, True, False, False, False]
-    assert returns_its_losses([wrapped(GPTModel)])
     (told,) = capsys.readouterr().out.splitlines()  # once
     assert told.startswith("> wlb_megatron: Forward does not return its losses as GPTModel or HybridModel")
 
@@ -177,9 +176,9 @@ def test_losses_on_whose_way_something_may_read_or_change_them_are_not_deferred(
     model, outer = GPTModel.__new__(GPTModel), torch.nn.Module()
     torch.nn.Module.__init__(model)
     outer.module = model
-    assert returns_its_losses([outer])
+    assert returns_its_losses(outer)
     SEEN[what](outer)
-    assert not returns_its_losses([outer])
+    assert not returns_its_losses(outer)
 
 
 @pytest.mark.parametrize(
@@ -197,16 +196,10 @@ def test_an_output_that_was_changed_after_the_forward_ends_the_job_with_a_cure(c
 
 @pytest.mark.parametrize(("begun", "run"), [(0, 0), (1, 1), (2, 1)])
 def test_a_step_with_fewer_losses_than_micro_batches_is_an_error(begun, run, model):
-    says = f"of 2 micro-batches {begun} have begun their losses and {run} run them"
+    says = f"of 2 micro-batches {run} have run their losses"
     with pytest.raises(RefusedHere, match=says), deferring(True, CONFIG, 2):
         outputs = [model(torch.randn(4, 8)) for _ in range(begun)]
         for output in outputs:
             deferred_of(output).begin(sum_of_losses, output)
         for output in outputs[:run]:
             wrap_backward_step(backward, None, output, None, SimpleNamespace(scale=1.0, timers=None))
-
-
-def test_a_backward_before_the_forwards_end_is_an_error(model):
-    step = partial(wrap_backward_step, backward)
-    with pytest.raises(RuntimeError, match="before the end of its forward"), deferring(True, CONFIG, 1):
-        step(None, model(torch.randn(4, 8)), None, SimpleNamespace(timers=None))

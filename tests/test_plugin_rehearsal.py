@@ -176,7 +176,7 @@ def test_fp8s_scales_and_histories_are_those_of_a_start_or_of_the_checkpoint(eng
             for state in map(RecipeState, scales, engine.global_amax_history_buffer[key]):
                 state.learn(1000.0)
 
-    rehearse(step, chunk, SimpleNamespace(sizes=()))
+    rehearse(step, [chunk], SimpleNamespace(sizes=()))
     assert loaded.fp8_meta["scaling_fwd"].values() == loaded.fp8_meta["scaling_bwd"].values() == before
     assert shortened.fp8_meta["scaling_bwd"].values() == ([56.0] * 3, kept_rows)
     fresh = RecipeState.fresh().values()
@@ -204,7 +204,7 @@ def test_a_rehearsal_that_runs_out_of_memory_ends_with_a_line_that_names_sizes_a
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nMore of it")
 
     with pytest.raises(RefusedHere) as refused:
-        rehearse(step, Chunk({"linear": torch.nn.Linear(2, 2)}), longest)
+        rehearse(step, [Chunk({"linear": torch.nn.Linear(2, 2)})], longest)
     (line,) = str(refused.value).splitlines()
     assert "micro-batches of 96 tokens, of which this rank holds 48, do not fit" in line
     assert "--wlb-max-tokens" in line and "Tried to allocate 2 GiB." in line

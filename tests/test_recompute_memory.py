@@ -384,11 +384,11 @@ def test_each_forward_has_its_own_number_and_the_flags_are_back_after_the_step(m
         return config.recompute_method, config.recompute_num_layers
 
     assert set_in(1) == flags, "outside of a step"
-    with recomputation.planned(batches, model):
+    with recomputation.planned(batches, [model]):
         assert [set_in(step) for step in (1, 0, 2)] == [("block", 1), flags, ("block", 0)]
     assert (config.recompute_method, config.recompute_num_layers) == flags
     line = re.escape("raise --wlb-memory-margin (now 0.1), or set --wlb-recompute off (no memory)")
-    with pytest.raises(RefusedHere, match=line), recomputation.planned(batches, model):
+    with pytest.raises(RefusedHere, match=line), recomputation.planned(batches, [model]):
         set_in(1)
         raise torch.OutOfMemoryError("no memory")
     assert (config.recompute_method, config.recompute_num_layers) == flags

@@ -8,7 +8,6 @@ import errno
 import inspect
 import itertools
 import signal
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -109,7 +108,7 @@ class MicroBatchIterator:
     def __init__(
         self,
         loader: DataLoader[LoadedMicroBatch],
-        on_trained: Callable[[list[LoadedMicroBatch], bool], None] | None = None,
+        after_step: Callable[[list[LoadedMicroBatch], bool], None] = lambda *_: None,
         rehearsal: Any = None,
         equal_tokens: int = 0,
         *,
@@ -117,7 +116,7 @@ class MicroBatchIterator:
     ) -> None:
         """Iterate over the loader.
 
-        on_trained: called with the micro-batches of a step when it is done, and whether it was skipped. rehearsal: what
+        after_step: called with the micro-batches of a step when it is done, and whether it was skipped. rehearsal: what
         step/rehearsal.py runs first. equal_tokens: by how many tokens a step's gradients are divided for each of
         Megatron's micro-batches; 0: by the tokens that the step has. defers_losses: see step/losses.py.
         """
@@ -131,9 +130,8 @@ class MicroBatchIterator:
             # What is half made has none, and its destructor asks.
             _MultiProcessingDataLoaderIter._shutdown = True
             raise RefusedHere(f"{SHARED_MEMORY_FULL} ({error})") from None
-        self._trained = on_trained
-        self._rehearsal = rehearsal
-        self._began: float | None = None
+        self.after_step, self.rehearsal = after_step, rehearsal
+        self.began = 0.0  # the step that runs (time.perf_counter)
         self._drawn: deque[LoadedMicroBatch | Exception] = deque()
         # Workers that ignore a signal are not ended by it when Python exits: end them before it tries.
         atexit.register(self.close)
@@ -152,7 +150,6 @@ class MicroBatchIterator:
         return self
 
     def __next__(self) -> LoadedMicroBatch:
-        self._began = self._began or time.perf_counter()
         try:
             micro_batch = self._drawn.popleft() if self._drawn else next(self._iterator)
             if isinstance(micro_batch, Exception):
@@ -168,20 +165,6 @@ class MicroBatchIterator:
             stores.tell_failure("it cannot draw its next micro-batch, and its own error says why")
             raise
         return micro_batch
-
-    def take_began(self) -> float:
-        """When the first micro-batch of the step was asked for (time.perf_counter)."""
-        start, self._began = self._began, None
-        return start or time.perf_counter()
-
-    def take_rehearsal(self) -> Any:
-        """What to rehearse, the first time it is asked for."""
-        rehearsal, self._rehearsal = self._rehearsal, None
-        return rehearsal
-
-    def after_step(self, batches: list[LoadedMicroBatch], *, skipped: bool = False) -> None:
-        if self._trained is not None:
-            self._trained(batches, skipped)
 
     def draw_ahead(self, count: int) -> None:
         """Draw micro-batches of the next step until there are `count`. Called while the device is busy.
@@ -248,7 +231,7 @@ def wrap_dummy_train_step(original: Original, data_iterator: Any) -> Any:
     rerun = get_rerun_state_machine()
     while rerun.should_run_forward_backward(data_iterator):
         batches = draw_step(first)
-    source.after_step(batches, skipped=True)
+    source.after_step(batches, True)
     return None
 
 

@@ -47,10 +47,6 @@ class Layout:
     by_document: bool = False
     gathers: bool = False
 
-    def within(self, group: RankGroup | None) -> Layout:
-        """The same where another group than Megatron's context-parallel one shares the micro-batch."""
-        return self if group is None else replace(self, cp_rank=self.stage_rank - group.start)
-
 
 class HeldTokens(NamedTuple):
     """The t tokens that this rank embeds or scores, in the order in which it holds them. torch's data loader pins the
@@ -149,7 +145,9 @@ class LoadedMicroBatch(NamedTuple):
 
 def from_plan(micro_batch: PlannedMicroBatch, layout: Layout) -> LoadedMicroBatch:
     """All that is made from the plan alone; `held` is left out."""
-    layout, padding, document_of = layout.within(micro_batch.group), None, None
+    if micro_batch.group is not None:
+        layout = replace(layout, cp_rank=layout.stage_rank - micro_batch.group.start)
+    padding = document_of = None
     if layout.routes:
         padding = torch.from_numpy(padding_mask(micro_batch, layout.cp_rank))[None]
     if layout.by_document:
@@ -255,7 +253,7 @@ def process_group(group: RankGroup | None) -> Any:
 
 
 def make_groups(timeout: timedelta) -> None:
-    """Make this rank's groups of all sizes. Called on every rank, before training. Safe to call again.
+    """Make this rank's groups of all sizes. Called on every rank, before training.
 
     A rank is in one block of each size. Blocks are nested and made from the smallest to the largest: a rank never waits
     in a block's creation for one that waits in a smaller one. Each is used once before training: no communicator is set
@@ -277,8 +275,6 @@ def make_groups(timeout: timedelta) -> None:
             f"among the data x context parallel ranks {ranks}: dynamic groups need Megatron's default --order"
         )
     for size in block_sizes(width, len(ranks) // width)[1:]:
-        if size in groups:
-            continue
         start = here // size * size
         if size == width:
             group = context

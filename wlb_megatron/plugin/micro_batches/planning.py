@@ -31,7 +31,7 @@ from wlb_megatron.packing.packer import packed_waiting
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.pipeline.kept_layers import Load, joined_loads, loads_of
 from wlb_megatron.pipeline.orders import groups, joined_groups, links_of
-from wlb_megatron.plan import IterationPlan, Piece, PlanSummary, Summariser
+from wlb_megatron.plan import IterationPlan, MicroBatch, Piece, PlanSummary, Summariser
 from wlb_megatron.sharding.cut import cut, pad
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.workload.kernel_table import KernelTable
@@ -208,8 +208,8 @@ def cut_plan(settings: ShardSettings, plan: IterationPlan, summary: PlanSummary,
 
 def chunk_groups(plan: IterationPlan, settings: ShardSettings) -> tuple[int, ...]:
     """Sizes of the groups of this rank's micro-batches, empty if all are 1."""
-    ranks = range(len(plan.micro_batches[0])) if settings.in_step else (settings.dp_rank,)
-    sizes = joined_groups([groups([row[rank].pieces for row in plan.micro_batches]) for rank in ranks])
+    ranks = [[micro_batch.pieces for micro_batch in column] for column in _meeting_ranks(plan, settings)]
+    sizes = joined_groups([groups(column) for column in ranks])
     return sizes if max(sizes) > 1 else ()
 
 
@@ -217,10 +217,14 @@ def layer_loads(plan: IterationPlan, settings: ShardSettings) -> tuple[Load, ...
     """What this rank's micro-batches hold, or the largest of all ranks that must keep the same layers."""
     if not settings.keeps_layers:
         return ()
+    columns = _meeting_ranks(plan, settings)
+    return tuple(joined_loads([loads_of(column, settings.alignment, settings.cp_size) for column in columns]))
+
+
+def _meeting_ranks(plan: IterationPlan, settings: ShardSettings) -> list[tuple[MicroBatch, ...]]:
+    """Micro-batches of each data-parallel rank that must run the same order, or of this one alone."""
     columns = list(zip(*plan.micro_batches, strict=True))
-    rank_columns = columns if settings.in_step else [columns[settings.dp_rank]]
-    loads = [loads_of(column, settings.alignment, settings.cp_size) for column in rank_columns]
-    return tuple(joined_loads(loads) if settings.in_step else loads[0])
+    return columns if settings.in_step else [columns[settings.dp_rank]]
 
 
 def update_digest(digest: Any, plan: IterationPlan) -> None:

@@ -174,7 +174,7 @@ def training_iterator(source: Source, agreement: PlanAgreement) -> MicroBatchIte
         for passed in [number for number in sampler.passed if number < iteration]:
             del sampler.passed[passed]
         remember(source, planned_iteration.state, applied=skipped)
-        waited, step_start = plan_ahead.take_waited(), iterator.take_began()
+        waited = plan_ahead.take_waited()
         if skipped:
             _print_skipped(planned_iteration)
             return
@@ -186,7 +186,7 @@ def training_iterator(source: Source, agreement: PlanAgreement) -> MicroBatchIte
         number = get_args().curr_iteration + 1
         metrics.stepped(
             *(number, batches, planned_iteration, source.config),
-            step_start=step_start,
+            step_start=iterator.began,
             waited=waited,
             corpora=source.names,
         )

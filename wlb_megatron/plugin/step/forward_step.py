@@ -27,10 +27,8 @@ stimer = StragglerDetector()
 SPIKY_LOSS_FACTOR = 10
 
 
-def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = False) -> tuple[Any, Any]:
+def forward_step(data_iterator: Any, model: Any) -> tuple[Any, Any]:
     """One micro-batch forward. Returns the model's output and the function that makes the loss of it."""
-    if return_schedule_plan:
-        raise RuntimeError("--overlap-moe-expert-parallel-comm is not handled by wlb_megatron")
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
     with stimer(bdata=True):

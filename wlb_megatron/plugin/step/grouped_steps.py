@@ -105,9 +105,10 @@ class GroupedStep:
 
 @dataclass(slots=True)
 class Running:
-    """step: the one in groups that runs, None in a step of Megatron's own order."""
+    """Of the planned step that runs. step: None in a step of Megatron's own order. shapes: see pipeline_shapes.py."""
 
     step: GroupedStep | None = None
+    shapes: Any = None
 
 
 @contextlib.contextmanager
@@ -116,18 +117,15 @@ def running(sizes: Sequence[int], chunks: int = 1) -> Iterator[None]:
 
     sizes: micro-batches of each group, in order; empty if the step is Megatron's own. chunks: model chunks of a stage.
     """
-    if not sizes:
-        yield
-        return
+    state, routed_chunks = part(Running), part(routing.Routed).chunked
     clear_caches()
-    routed_chunks = part(routing.Routed).chunked
     routed_chunks.clear()
-    stages = parallel_state.get_pipeline_model_parallel_world_size()
-    part(Running).step = GroupedStep(sizes, stages, chunks)
+    if sizes:
+        state.step = GroupedStep(sizes, parallel_state.get_pipeline_model_parallel_world_size(), chunks)
     try:
         yield
     finally:
-        part(Running).step = None
+        state.step = state.shapes = None
         clear_caches()  # of a step that has failed; after a whole one nothing is left
         routed_chunks.clear()
 

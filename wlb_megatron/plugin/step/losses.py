@@ -40,11 +40,14 @@ from wlb_megatron.refusals import RefusedHere
 
 @contextmanager
 def divided_losses(config: Any, tokens: int) -> Iterator[None]:
-    """A forward_backward call in which losses are divided by so many tokens.
+    """A forward_backward call in which losses are divided by so many tokens; by none if that is 0.
 
     config: the model's, which holds Megatron's functions for the loss scale and for reducing gradients. The losses of
     routers and of multi-token prediction take their scale from it, too.
     """
+    if not tokens:
+        yield
+        return
     scale, finalize = config.grad_scale_func, config.finalize_model_grads_func
 
     def scale_divided(loss: Any) -> Any:
@@ -127,10 +130,10 @@ LossFunction = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, dict[s
 class DeferredLoss:
     """One micro-batch's. losses: runs the output layer, and gives the losses of its tokens."""
 
+    _function: LossFunction
+
     def __init__(self, losses: Callable[[], torch.Tensor]) -> None:
-        self._losses: Callable[[], torch.Tensor] | None = losses
-        self._function: LossFunction | None = None
-        self._logged: dict[str, torch.Tensor] = {}
+        self._losses, self._logged = losses, dict[str, torch.Tensor]()
 
     def begin(
         self, function: LossFunction, output: torch.Tensor
@@ -138,16 +141,13 @@ class DeferredLoss:
         """Stands for `function` in the forward: a loss and a number of tokens of 0. `run` fills in what is logged,
         which Megatron reads after the step, and counts the tokens."""
         self._function = function
-        part(Deferring).losses_begun += 1
         return output, torch.zeros((), dtype=torch.int, device=output.device), self._logged
 
     def run(self) -> torch.Tensor:
         """The loss, from which the backward begins. It is made once: schedules hold a model's output until after its
         backward, and with it what its losses are made of."""
-        if self._function is None or self._losses is None:
-            raise RuntimeError("a micro-batch's backward has come before the end of its forward, or twice")
         loss, count, logged = self._function(self._losses())
-        self._function = self._losses = None
+        del self._function, self._losses
         self._logged.update(logged)
         step = part(Deferring)
         step.losses_run += 1
@@ -161,14 +161,13 @@ class Deferring:
 
     Args:
         forward_loss: that of the forward that runs.
-        losses_begun, losses_run: how many forwards have begun one, and how many of these have run.
+        losses_run: how many have run.
         tokens: the sum that these have counted.
         reason_shown: the line on why losses stay in the forward has been printed.
     """
 
     active: bool = False
     forward_loss: DeferredLoss | None = None
-    losses_begun: int = 0
     losses_run: int = 0
     tokens: torch.Tensor | None = None
     reason_shown: bool = False
@@ -185,8 +184,7 @@ def deferring(defers: bool, config: Any, micro_batches: int) -> Iterator[None]:
         yield
         return
     state, finalize = part(Deferring), config.finalize_model_grads_func
-    state.active, state.forward_loss, state.tokens = True, None, None
-    state.losses_begun = state.losses_run = 0
+    state.active, state.forward_loss, state.tokens, state.losses_run = True, None, None, 0
 
     def finalize_counted(model: Any, num_tokens: Any, *args: Any, **kwargs: Any) -> Any:
         if state.tokens is not None:
@@ -198,11 +196,8 @@ def deferring(defers: bool, config: Any, micro_batches: int) -> Iterator[None]:
         yield
     finally:
         state.active, config.finalize_model_grads_func = False, finalize
-    if not state.losses_begun == state.losses_run == micro_batches:
-        raise _lost(
-            f"of {micro_batches} micro-batches {state.losses_begun} have begun their losses and "
-            f"{state.losses_run} run them"
-        )
+    if state.losses_run != micro_batches:
+        raise _lost(f"of {micro_batches} micro-batches {state.losses_run} have run their losses")
 
 
 def _lost(what: str) -> RefusedHere:
@@ -214,17 +209,14 @@ def _lost(what: str) -> RefusedHere:
 
 
 def returns_its_losses(model: Any) -> bool:
-    """Whether this model (a list of a stage's chunks, or the model as Megatron wraps it) returns what
-    Megatron's GPTModel or HybridModel does.
+    """Whether a stage's last model chunk, as Megatron wraps it, returns what Megatron's GPTModel or HybridModel does.
 
     False where a script's class overrides their forward, or holds the model inside, or where a hook or a wrapper
     may read or change losses. Printed the first time.
     """
     from megatron.training import print_rank_0
 
-    # The last chunk makes the losses.
-    changes = _what_may_change(model[-1] if isinstance(model, list) else model)
-    state = part(Deferring)
+    changes, state = _what_may_change(model), part(Deferring)
     if changes is not None and not state.reason_shown:
         state.reason_shown = True
         print_rank_0(

@@ -12,8 +12,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from contextlib import nullcontext
 from typing import Any
 
 from megatron.core import parallel_state
@@ -70,13 +69,6 @@ class ShapeQueue:
             raise RuntimeError(f"{direction}: tensor of shape {tuple(tensor.shape)}, planned {expected}")
 
 
-@dataclass(slots=True)
-class KnownShapes:
-    """The queue of the planned step that runs, None outside of one."""
-
-    queue: ShapeQueue | None = None
-
-
 def wrap_communicate_shapes(
     original: Original,
     self: Any,
@@ -86,7 +78,7 @@ def wrap_communicate_shapes(
     recv_next: bool,
 ) -> Any:
     """P2PCommunicator._communicate_shapes that answers from the plan during a planned step."""
-    shapes = part(KnownShapes).queue
+    shapes: ShapeQueue | None = part(grouped_steps.Running).shapes
     if shapes is None:
         return original(self, tensor_send_next, tensor_send_prev, recv_prev, recv_next)
     if tensor_send_next is not None:
@@ -123,70 +115,67 @@ def wrap_get_forward_backward_func(original: Original, *args: Any, **kwargs: Any
                 )
             return forward_backward(data_iterator=data_iterator, num_microbatches=num_microbatches, **kwargs)
         model, logged = kwargs["model"], part(LoggedLosses)
-        config = get_model_config(model[0] if isinstance(model, list) else model)
-        chunks = len(model) if isinstance(model, list) else 1
+        models = model if isinstance(model, list) else [model]
+        config, chunks = get_model_config(models[0]), len(models)
         block = config.microbatch_group_size_per_vp_stage if chunks > 1 else 1
 
         def step(batches: Sequence[LoadedMicroBatch]) -> Any:
             groups = batches[0].planned.chunk_groups if training else ()
             draw_next = draw_ahead if training and batches[0].planned.iteration != REHEARSAL else None
-            divided: AbstractContextManager[None] = nullcontext()
             check_together(len(batches))
+            tokens = source.equal_tokens * num_microbatches
             if training:
-                tokens = source.equal_tokens * num_microbatches
-                if tokens or config.fp16:
-                    divided = divided_losses(config, tokens or max(1, batches[0].planned.predictions[0]))
                 logged.step = batches[0].planned
+                if config.fp16 and not tokens:
+                    tokens = max(1, batches[0].planned.predictions[0])
+            divided = divided_losses(config, tokens)
             running = grouped_steps.running(groups, chunks)
             is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
             deferred = deferring(
-                bool(groups) and source.defers_losses and returns_its_losses(model),
+                bool(groups) and source.defers_losses and returns_its_losses(models[-1]),
                 config,
                 len(batches) if is_last else 0,
             )
             iterators = [_drawn(batches, draw_next), *(_drawn(batches) for _ in range(chunks - 1))]
             plans = [batch.planned for batch in batches]
-            recomputing = recomputation.planned(plans, model) if training else nullcontext()
+            recomputing = recomputation.planned(plans, models) if training else nullcontext()
             with running, recomputing, divided, deferred:  # what is counted is then divided
-                grouped, queues = part(grouped_steps.Running).step, part(KnownShapes)
+                state = part(grouped_steps.Running)
                 orders = transfer_orders(
                     schedules.get_schedule_table(len(batches), chunks, block),
-                    range(len(batches)) if grouped is None else grouped.order,
+                    range(len(batches)) if state.step is None else state.step.order,
                     parallel_state.get_pipeline_model_parallel_rank(),
                     parallel_state.get_pipeline_model_parallel_world_size(),
                 )
-                queues.queue = ShapeQueue([batch.activation_shape for batch in batches], orders)
+                state.shapes = ShapeQueue([batch.activation_shape for batch in batches], orders)
                 if training and chunks == 1:
                     grouped_steps.prepare_offloading(len(batches))
-                try:
-                    return forward_backward(
-                        data_iterator=iterators if chunks > 1 else iterators[0],
-                        num_microbatches=len(batches),
-                        **kwargs,
-                    )
-                finally:
-                    queues.queue = None
+                return forward_backward(
+                    data_iterator=iterators if chunks > 1 else iterators[0],
+                    num_microbatches=len(batches),
+                    **kwargs,
+                )
 
         def draw_ahead(count: int) -> None:
             start = time.perf_counter()
             source.draw_ahead(count)
             timers.add("wlb-draw", time.perf_counter() - start)
 
-        rehearsal = source.take_rehearsal() if training else None
-        if rehearsal is not None:
+        if training and source.rehearsal is not None:
+            rehearsal, source.rehearsal = source.rehearsal, None
             repeated = rehearsal.batches
             if len(repeated) == 1:
                 repeated = same_again(repeated[0], -(-num_microbatches // block) * block)
-            rehearse(lambda: step(repeated), model, rehearsal)
-        start = time.perf_counter()
+            rehearse(lambda: step(repeated), models, rehearsal)
+        source.began = time.perf_counter()
         batches = draw_step(first)
         if training:
-            timers.add("wlb-draw", time.perf_counter() - start)
+            timers.add("wlb-draw", time.perf_counter() - source.began)
             trace.begin_step()
         result = step(batches)
         if training:
             logged.factor = num_microbatches / len(batches)
-            source.after_step(batches)
+            source.after_step(batches, False)
         return result
 
     return run

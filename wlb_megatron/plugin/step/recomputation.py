@@ -147,10 +147,9 @@ def _meeting_ranks(gpu: GpuMemory, in_step: bool) -> Any:
 
 
 @contextmanager
-def planned(batches: Sequence[PlannedMicroBatch], model: Any) -> Iterator[None]:
-    """Run one training step with its own recomputation. model: its model chunks, or the one."""
+def planned(batches: Sequence[PlannedMicroBatch], chunks: Sequence[Any]) -> Iterator[None]:
+    """Run one training step with its own recomputation. chunks: the stage's model chunks."""
     state = part(Recomputation)
-    chunks = model if isinstance(model, list) else [model]
     decoders = [decoder_of(chunk) for chunk in chunks]
     if not batches[0].loads or any(decoder is None for decoder in decoders):
         yield

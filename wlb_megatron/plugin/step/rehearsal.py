@@ -179,12 +179,11 @@ def same_again(batch: LoadedMicroBatch, count: int) -> tuple[LoadedMicroBatch, .
     return tuple(batch._replace(planned=replace(micro_batch, index=number)) for number in range(count))
 
 
-def rehearse(step: Callable[[], Any], model: Any, rehearsal: Rehearsal) -> None:
+def rehearse(step: Callable[[], Any], chunks: list[Any], rehearsal: Rehearsal) -> None:
     """Build kernels, run `step` (a forward and backward of all micro-batches) and undo what it left behind.
 
     RefusedHere with one line where the GPU's memory does not suffice.
     """
-    chunks = model if isinstance(model, list) else [model]
     with unchanged(chunks):
         build_graphs(chunks, rehearsal.sizes)
         with unchecked():
