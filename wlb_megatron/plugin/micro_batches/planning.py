@@ -275,13 +275,12 @@ class PlanAhead:
         self._asked = None
         return iteration
 
-    def close(self, seconds: float = 60.0) -> None:
+    def close(self) -> None:
         """End the thread, where the iterator looks at `closing`: one that waits in a collective must not outlive
         the interpreter. What it still makes is dropped. After an exception the sender may never send: the job should
         hear of it soon."""
         self.closing = True
-        seconds = min(seconds, 2.0) if hasattr(sys, "last_value") else seconds
-        patience = time.monotonic() + seconds
+        patience = time.monotonic() + (2.0 if hasattr(sys, "last_value") else 60.0)
         while self._thread is not None and self._thread.is_alive() and time.monotonic() < patience:
             with contextlib.suppress(queue.Empty):
                 self._made.get(timeout=0.02)
