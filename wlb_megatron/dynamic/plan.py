@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -85,8 +86,7 @@ def _primes(number: int) -> list[int]:
     return factors
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
+class Group(NamedTuple):
     """Ranks [start, start + size) of the stage, and the documents (indices, ascending) that they train together."""
 
     start: int
@@ -94,8 +94,7 @@ class Group:
     documents: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan:
+class StepPlan(NamedTuple):
     """Groups of each micro-step, by first rank. A rank in none of them runs padding in that micro-step."""
 
     ranks: int
@@ -109,25 +108,13 @@ class StepPlan:
             groups_of_rank.append(own_groups[0] if own_groups else Group(rank, 1, ()))
         return groups_of_rank
 
-    def encode(self) -> IntArray:
-        """int64[n]: ranks, micro-steps, then of each group micro-step, start, size, documents and their count."""
-        rows = [self.ranks, len(self.micro_steps)]
-        for number, groups in enumerate(self.micro_steps):
-            for group in groups:
-                rows += [number, group.start, group.size, len(group.documents), *group.documents]
-        return np.array(rows, dtype=np.int64)
-
     @staticmethod
-    def decode(rows: npt.ArrayLike) -> StepPlan:
-        """The plan that `encode` wrote."""
-        ranks, steps, *groups = np.asarray(rows, dtype=np.int64).tolist()
-        micro_steps: list[list[Group]] = [[] for _ in range(steps)]
-        offset = 0
-        while offset < len(groups):
-            step, start, size, count = groups[offset : offset + 4]
-            micro_steps[step].append(Group(start, size, tuple(groups[offset + 4 : offset + 4 + count])))
-            offset += 4 + count
-        return StepPlan(ranks, tuple(map(tuple, micro_steps)))
+    def of_json(ranks: int, micro_steps: list[list[Any]]) -> StepPlan:
+        """The plan of the two lists that JSON makes of it."""
+        steps = (
+            (Group(start, size, tuple(documents)) for start, size, documents in step) for step in micro_steps
+        )
+        return StepPlan(ranks, tuple(map(tuple, steps)))
 
 
 def fixed_groups(plan: IterationPlan, context: int) -> StepPlan:

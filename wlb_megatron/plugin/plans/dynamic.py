@@ -7,6 +7,7 @@ inside the iteration. So the packing state is that of a run with fixed groups, a
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from megatron.core import parallel_state
 
 from wlb_megatron.child import Child
 from wlb_megatron.dynamic.plan import GroupCost, Stage, StepPlan, fixed_groups, group_cost, token_ns
-from wlb_megatron.dynamic.plan_step import FIXED, GREEDY, LATE, Outcome, outcomes, plan_step
+from wlb_megatron.dynamic.plan_step import LATE, Outcome, outcomes, plan_step
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.plan import IterationPlan, PlanSummary
 from wlb_megatron.plugin.logs.prediction import PredictGroups, group_predictor
@@ -38,8 +39,6 @@ from wlb_megatron.plugin.plans.source import Source
 from wlb_megatron.plugin.stores import PlanStore
 from wlb_megatron.sharding.cut import cut, pad
 from wlb_megatron.workload.assumptions import Assumptions
-
-SOURCES = (GREEDY, FIXED, LATE)
 
 PATIENCE = 0.05
 """Seconds that training waits for better groups, once it trains; then the fixed ones serve."""
@@ -196,7 +195,7 @@ def plan_groups(
                 )
             )
         predicted_ms = None if dynamic.predict is None else dynamic.predict(steps, tokens)
-        return RankPlan(tuple(micro_batches), predicted_ms, steps.encode().tobytes())
+        return RankPlan(tuple(micro_batches), predicted_ms, json.dumps(steps).encode())
 
     tables = "".join(f"{size} {table.to_json()}" for size, table in table_of.items())
     return iterations_of(planner, shards, cut_groups, tables)
@@ -218,10 +217,9 @@ def agree(
         note = dynamic.store.take(number, dynamic.closing) or b""
     if not note:
         return None
-    source, predicted_ns, fixed_ns, *rows = np.frombuffer(note, dtype=np.int64).tolist()
-    return StepPlan.decode(rows), SOURCES[source], fixed_ns / max(predicted_ns, 1)
+    source, predicted_ns, fixed_ns, plan = json.loads(note)
+    return StepPlan.of_json(*plan), source, fixed_ns / max(predicted_ns, 1)
 
 
 def _encode(outcome: Outcome) -> bytes:
-    head = np.array([SOURCES.index(outcome.source), outcome.predicted, outcome.fixed], dtype=np.int64)
-    return np.concatenate((head, outcome.plan.encode())).tobytes()
+    return json.dumps([outcome.source, outcome.predicted, outcome.fixed, outcome.plan]).encode()
