@@ -379,26 +379,15 @@ class Trainer:
 
     @property
     def in_step(self) -> bool:
-        """Whether data-parallel ranks need the same order of forwards and backwards, and so the same groups."""
-        return bool(self.meetings())
+        """Whether data-parallel ranks need the same order of forwards and backwards, and so the same groups.
 
-    def meetings(self) -> list[str]:
-        """What data-parallel ranks exchange inside a forward or a backward. Each must then be in the same one.
-
-        Ranks always run equally many micro-batches, so only groups of chunks can bring them out of step. All other
-        exchanges between them come once a step, at the same place of it: parameters by bucket in the first forward
-        (--overlap-param-gather), gradients by bucket in the last backward (--overlap-grad-reduce), and after it
-        experts' biases, counts of tokens, norms and logged losses. (Read in Megatron 0.18, 0.19, main and dev, and
-        in Transformer Engine 2.18 to 2.20.)
+        They do where they exchange something inside a forward or a backward: experts tokens, routers counts of tokens,
+        FSDP parameters and gradients, FP8 with delayed scaling its largest values. Ranks always run equally many
+        micro-batches, so only groups of chunks can bring them out of step. All other exchanges between them come once a
+        step, at the same place of it: parameters by bucket in the first forward (--overlap-param-gather), gradients by
+        bucket in the last backward (--overlap-grad-reduce), and after it experts' biases, counts of tokens, norms and
+        logged losses. (Read in Megatron 0.18, 0.19, main and dev, and in Transformer Engine 2.18 to 2.20.)
         """
         shared = self.expert > 1 or (self.expert_tensor or self.tensor) > self.tensor
-        rows = (
-            (self.experts > 0 and shared, "experts exchange tokens"),
-            (
-                self.experts > 0 and "global_aux_loss" in self.balancing,
-                "routers exchange counts of tokens, again under recompute",
-            ),
-            (self.shards_weights, "FSDP exchanges parameters and gradients"),
-            (self.shares_scales, "FP8 with delayed scaling takes its largest values, again under recompute"),
-        )
-        return [what for applies, what in rows if applies]
+        routed = self.experts > 0 and (shared or "global_aux_loss" in self.balancing)
+        return routed or self.shards_weights or self.shares_scales
