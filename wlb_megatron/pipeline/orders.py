@@ -46,7 +46,9 @@ def grouped_orders(stages: int, group_sizes: Sequence[int], chunks: int = 1) -> 
             "least 1"
         )
     plan = running_order(stages, tuple(group_sizes), chunks)
-    forwards, backwards = plan.forwards, plan.backwards
+    forwards = [Step(m, chunk, False) for m, chunk in plan.table]
+    # They follow the table of the forwards, with the model chunks in reverse and the turns for micro-batches.
+    backwards = [Step(plan.turns[n], chunks - 1 - chunk, True) for n, chunk in plan.table]
     if stages == chunks == 1:
         bounds = list(accumulate(group_sizes, initial=0))
         return [[s for a, b in pairwise(bounds) for s in (*forwards[a:b], *backwards[a:b])]]
@@ -80,16 +82,6 @@ class RunningOrder(NamedTuple):
     turns: tuple[int, ...]
     lead: int
     further: int
-
-    @property
-    def forwards(self) -> list[Step]:
-        return [Step(m, chunk, False) for m, chunk in self.table]
-
-    @property
-    def backwards(self) -> list[Step]:
-        """They follow the table of the forwards, with the model chunks in reverse and the turns for micro-batches."""
-        last = self.table[-1][1]
-        return [Step(self.turns[n], last - chunk, True) for n, chunk in self.table]
 
     def ahead(self, stages: int, stage: int) -> int:
         """Forwards of a stage before its first pair of a forward and a backward."""
