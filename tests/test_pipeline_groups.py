@@ -17,6 +17,11 @@ from wlb_megatron.plan import Piece
 _sizes = st.lists(st.integers(1, 7), min_size=1, max_size=16).map(tuple)
 
 
+def alike(stages: int, *ways: list[float]) -> list[np.ndarray]:
+    """Times of micro-batches on equal stages of one model chunk."""
+    return [np.broadcast_to(np.array(way, dtype=float), (stages, 1, len(way))) for way in ways]
+
+
 def _spelled(order: list[Step]) -> str:
     return " ".join("FB"[step.backward] + str(step.micro_batch) for step in order)
 
@@ -142,7 +147,7 @@ def test_no_stage_waits_for_ever_in_megatrons_own_loop_with_coupled_transfers(st
 def test_step_time_is_the_end_of_the_last_event(stages, sizes, blocking, seed):
     rng = random.Random(seed)
     forward, backward = ([rng.randint(1, 10**12) for _ in range(sum(sizes))] for _ in range(2))
-    events = pipeline_events(forward, backward, stages, blocking=blocking, groups=sizes)
+    events = pipeline_events(*alike(stages, forward, backward), blocking=blocking, groups=sizes)
     assert blocking or step_time(forward, backward, stages, sizes) == max(e.end for e in events)
     done = {(e.stage, e.micro_batch, e.backward): e for e in events}
     assert len(done) == len(events) == 2 * stages * sum(sizes)
@@ -154,7 +159,7 @@ def test_step_time_is_the_end_of_the_last_event(stages, sizes, blocking, seed):
 @pytest.mark.parametrize("blocking", [False, True])
 @pytest.mark.parametrize("sizes", [(1,) * 8, (4, 4), (1, 3, 2, 1, 1), (1, 1, 1, 5), (8,)])
 def test_equal_micro_batches_have_the_bubble_of_1f1b_whatever_their_groups(sizes, blocking):
-    events = pipeline_events([1.0] * 8, [2.0] * 8, 4, blocking=blocking, groups=sizes)
+    events = pipeline_events(*alike(4, [1.0] * 8, [2.0] * 8), blocking=blocking, groups=sizes)
     assert max(event.end for event in events) == 3 * (8 + 3)
 
 
@@ -259,7 +264,7 @@ def test_an_interleaved_steps_time_is_that_of_its_stages_one_step_after_another(
     rng = random.Random(seed)
     forward, backward = ([rng.randint(1, 10**12) for _ in range(sum(sizes))] for _ in range(2))
     grids = [_ones(stages, chunks, sizes) * np.array(times, float) for times in (forward, backward)]
-    events = pipeline_events(*grids, stages, groups=sizes)
+    events = pipeline_events(*grids, groups=sizes)
     ends = event_ends(grouped_orders(stages, sizes, chunks), *grids)
     assert ends is not None
     time = step_time(forward, backward, stages, sizes, chunks=chunks)
@@ -278,7 +283,7 @@ def test_bad_groups_are_refused():
     with pytest.raises(ValueError, match="3 micro-batches of an interleaved schedule are fewer than its 4"):
         grouped_orders(4, (1, 2), 2)
     with pytest.raises(ValueError, match=r"groups of \[2\] of 3 micro-batches"):
-        pipeline_events([1.0] * 3, [1.0] * 3, 2, groups=(2,))
+        pipeline_events(*alike(2, [1.0] * 3, [1.0] * 3), groups=(2,))
 
 
 def test_micro_batches_that_share_a_document_in_chunks_form_a_group_and_ranks_join_theirs():

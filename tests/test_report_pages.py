@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_pipeline_groups import alike
 
 from scripts.csv_files import as_csv, write_csv
 from scripts.reproduce import paper, tables
@@ -199,7 +200,9 @@ def test_a_device_or_pipe_is_written_to_and_a_link_stays(tmp_path):
 
 
 def test_a_trace_holds_every_event_in_microseconds_and_a_documents_chunks_carry_its_letter():
-    trace = chrome_trace([pipeline_events([1000.0, 3000.0], [2000.0, 4000.0], 2)], [[]], "stage {}".format)
+    trace = chrome_trace(
+        [pipeline_events(*alike(2, [1000.0, 3000.0], [2000.0, 4000.0]))], [[]], "stage {}".format
+    )
     work = [e for e in trace["traceEvents"] if e["ph"] == "X"]
     assert [(e["name"], e["ts"], e["dur"]) for e in work if e["tid"] == 0] == [
         *[("F0", 0, 1), ("F1", 1, 3), ("B0", 4, 2), ("B1", 11, 4)],
@@ -207,7 +210,7 @@ def test_a_trace_holds_every_event_in_microseconds_and_a_documents_chunks_carry_
     names = [e["args"]["name"] for e in trace["traceEvents"] if e["ph"] == "M"]
     assert names == ["data-parallel rank 0 (measured)", "stage 0", "stage 1"]
     json.dumps(trace)
-    events = pipeline_events([1.0, 1.0, 1.0], [2.0, 2.0, 2.0], 1, groups=(2, 1))
+    events = pipeline_events(*alike(1, [1.0] * 3, [2.0] * 3), groups=(2, 1))
     trace = chrome_trace([events], [[7, 7, -1]], "stage {}".format)
     work = [e for e in trace["traceEvents"] if e["ph"] == "X"]
     assert [e["name"] for e in work] == ["F0 (A)", "F1 (A)", "B1 (A)", "B0 (A)", "F2", "B2"]

@@ -51,7 +51,6 @@ def group_events(shards: Shards, model: LayerModel, orders: Orders | None = None
         pipeline_events(
             forward[rank],
             backward[rank],
-            model.layout.pipeline,
             transfer=float(iteration._transfer(tokens, model)[0]),
             blocking=model.layout.virtual == 1,
             groups=None if orders is None else orders[0][rank],

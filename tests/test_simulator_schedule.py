@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_pipeline_groups import event_ends
+from test_pipeline_groups import alike, event_ends
 
 from wlb_megatron.pipeline.orders import Step, grouped_orders
 from wlb_megatron.pipeline.schedule import Event, Launches, pipeline_ends, pipeline_events, pipeline_graph
@@ -22,14 +22,14 @@ def _timeline(events: list[Event], stage: int) -> list[tuple[str, float, float]]
 
 
 def test_two_stages_two_micro_batches_by_hand_and_a_transfer_delays_the_next_stage_alone():
-    events = pipeline_events([1.0, 3.0], [2.0, 4.0], 2)
+    events = pipeline_events(*alike(2, [1.0, 3.0], [2.0, 4.0]))
     assert _timeline(events, 0) == [("F0", 0, 1), ("F1", 1, 4), ("B0", 4, 6), ("B1", 11, 15)]
     assert _timeline(events, 1) == [("F0", 1, 2), ("B0", 2, 4), ("F1", 4, 7), ("B1", 7, 11)]
-    events = pipeline_events([1.0, 3.0], [2.0, 4.0], 2, transfer=0.5)
+    events = pipeline_events(*alike(2, [1.0, 3.0], [2.0, 4.0]), transfer=0.5)
     assert _timeline(events, 0) == [("F0", 0, 1), ("F1", 1, 4), ("B0", 5, 7), ("B1", 12, 16)]
     assert _timeline(events, 1) == [("F0", 1.5, 2.5), ("B0", 2.5, 4.5), ("F1", 4.5, 7.5), ("B1", 7.5, 11.5)]
     # A blocking stage waits for both ends of a transfer.
-    events = pipeline_events([1.0, 3.0], [2.0, 4.0], 2, transfer=0.5, blocking=True)
+    events = pipeline_events(*alike(2, [1.0, 3.0], [2.0, 4.0]), transfer=0.5, blocking=True)
     # F0 is sent by 1.5. F1 ends at 4.5 and is coupled with B0's gradient: B0 ends at 3.5 on stage 1, which then
     # sends it and receives F1 in one go, from 4.5 to 5.
     assert _timeline(events, 0) == [("F0", 0, 1), ("F1", 1.5, 4.5), ("B0", 5, 7), ("B1", 12.5, 16.5)]
@@ -42,7 +42,7 @@ def test_interleaved_order_and_timeline_of_two_stages_with_two_chunks_by_hand():
     # Warm-up: stage 0 runs (2 - 0 - 1) * 2 + 2 = 4 forwards (all), stage 1 runs 2.
     assert spelled[0] == ["F0.0", "F1.0", "F0.1", "F1.1", "B0.1", "B1.1", "B0.0", "B1.0"]
     assert spelled[1] == ["F0.0", "F1.0", "F0.1", "B0.1", "F1.1", "B1.1", "B0.0", "B1.0"]
-    events = pipeline_events(np.ones((2, 2, 2)), np.ones((2, 2, 2)), 2)
+    events = pipeline_events(np.ones((2, 2, 2)), np.ones((2, 2, 2)))
     # Stage 1 runs backwards of its second chunk at 4 and 6, of its first at 7 and 8.
     assert _timeline(events, 0) == [
         *[("F0", 0, 1), ("F1", 1, 2), ("F0.1", 2, 3), ("F1.1", 3, 4)],
@@ -61,7 +61,7 @@ def test_interleaved_order_and_timeline_of_two_stages_with_two_chunks_by_hand():
 def test_equal_micro_batches_leave_a_bubble_of_stages_less_one_over_micro_batches(
     stages, micro_batches, blocking
 ):
-    events = pipeline_events([1.0] * micro_batches, [2.0] * micro_batches, stages, blocking=blocking)
+    events = pipeline_events(*alike(stages, [1.0] * micro_batches, [2.0] * micro_batches), blocking=blocking)
     work = 3.0 * micro_batches
     assert (max(e.end for e in events) - work) / work == pytest.approx((stages - 1) / micro_batches)
 
@@ -69,7 +69,7 @@ def test_equal_micro_batches_leave_a_bubble_of_stages_less_one_over_micro_batche
 @pytest.mark.parametrize(("stages", "micro_batches", "chunks"), [(2, 2, 2), (4, 4, 2), (4, 8, 3), (2, 6, 4)])
 def test_interleaving_divides_the_bubble_by_the_chunks(stages, micro_batches, chunks):
     ones = np.ones((stages, chunks, micro_batches))
-    events = pipeline_events(ones, 2 * ones, stages)
+    events = pipeline_events(ones, 2 * ones)
     work = 3.0 * micro_batches * chunks
     bubble = (max(e.end for e in events) - work) / work
     assert bubble == pytest.approx((stages - 1) / (micro_batches * chunks))
@@ -90,7 +90,7 @@ def _jobs(draw):
 @given(_jobs())
 def test_events_are_those_of_an_independent_simulation(job):
     forward, backward, transfer = job
-    events = pipeline_events(forward[0], backward[0], forward.shape[1], transfer=transfer)
+    events = pipeline_events(forward[0], backward[0], transfer=transfer)
     orders = grouped_orders(forward.shape[1], (1,) * forward.shape[3], forward.shape[2])
     expected = event_ends(orders, forward[0], backward[0], transfer)
     assert {(Step(e.micro_batch, e.chunk, e.backward), e.stage): e.end for e in events} == expected
@@ -103,7 +103,7 @@ def test_many_steps_at_once_end_as_each_alone(job, blocking):
     blocking = blocking and forward.shape[2] == 1
     ends = pipeline_ends(forward, backward, transfer=transfer, blocking=blocking)
     for nth, (f, b) in enumerate(zip(forward, backward, strict=True)):
-        events = pipeline_events(f, b, f.shape[0], transfer=transfer, blocking=blocking)
+        events = pipeline_events(f, b, transfer=transfer, blocking=blocking)
         alone = [max(e.end for e in events if e.stage == stage) for stage in range(f.shape[0])]
         assert ends[nth].tolist() == alone
 
@@ -114,7 +114,7 @@ def test_no_stage_does_two_things_at_once_and_all_work_is_done_once(job, blockin
     forward, backward, transfer = job
     blocking = blocking and forward.shape[2] == 1
     stages = forward.shape[1]
-    events = pipeline_events(forward[0], backward[0], stages, transfer=transfer, blocking=blocking)
+    events = pipeline_events(forward[0], backward[0], transfer=transfer, blocking=blocking)
     done = sum(e.end - e.start for e in events)
     assert done == pytest.approx(forward[0].sum() + backward[0].sum())
     assert len({(e.stage, e.chunk, e.micro_batch, e.backward) for e in events}) == 2 * forward[0].size
@@ -131,9 +131,8 @@ def test_blocking_never_ends_earlier_and_transfers_are_waited_for(job):
     free = pipeline_ends(forward, backward, transfer=transfer)
     blocked = pipeline_ends(forward, backward, transfer=transfer, blocking=True)
     assert (blocked >= free - 1e-9).all()
-    stages = forward.shape[1]
     events = pipeline_events(
-        forward[0, :, 0, None], backward[0, :, 0, None], stages, transfer=transfer, blocking=True
+        forward[0, :, 0, None], backward[0, :, 0, None], transfer=transfer, blocking=True
     )
     at = {(e.stage, e.micro_batch, e.backward): e for e in events}
     for (stage, m, back), event in at.items():

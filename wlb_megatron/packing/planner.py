@@ -13,7 +13,6 @@ from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.packer import Grid, Packer, encode
 from wlb_megatron.pipeline.orders import groups
-from wlb_megatron.pipeline.step_law import StepLaw
 from wlb_megatron.plan import IterationPlan, Piece
 
 STATE_VERSION = 3
@@ -97,14 +96,19 @@ class Planner:
             self.put_back += len(put_back)
         waiting_now = self.packer.waiting
         trained_tokens = audit(self.packer, self.iteration, [*self._waiting, *arrived], grid, waiting_now)
-        work = sum(micro_batch.work for row in grid for micro_batch in row)
+        columns, law = list(zip(*grid, strict=True)), self.packer.law
+        works = [[micro_batch.work for micro_batch in column] for column in columns]
         plan = IterationPlan(
             self.iteration,
             tuple(arrived),
             grid,
             waiting_now,
-            predicted=predict_step(grid, self.packer.law),
-            ideal=self.packer.law.ideal(work // len(grid[0])),
+            predicted=law.step(
+                works,
+                [groups([micro_batch.pieces for micro_batch in column]) for column in columns],
+                [[micro_batch.tokens for micro_batch in column] for column in columns],
+            ),
+            ideal=law.ideal(sum(map(sum, works)) // len(columns)),
         )
         self._waiting = waiting_now
         self.iteration += 1
@@ -200,16 +204,6 @@ class Planner:
         self._ended = bool(state["ended"]) and self.until is None
         self.put_back = int(state["put_back_so_far"])
         self._put_back = deque(Piece(*row) for row in state["put_back"])
-
-
-def predict_step(grid: Grid, law: StepLaw) -> int:
-    """Work units of a step of these micro-batches."""
-    columns = list(zip(*grid, strict=True))
-    return law.step(
-        [[micro_batch.work for micro_batch in column] for column in columns],
-        [groups([micro_batch.pieces for micro_batch in column]) for column in columns],
-        [[micro_batch.tokens for micro_batch in column] for column in columns],
-    )
 
 
 def _describe(schedule: BatchSchedule) -> str:

@@ -47,23 +47,22 @@ class Event:
 
 
 def pipeline_events(
-    forward: npt.ArrayLike,
-    backward: npt.ArrayLike,
-    stages: int,
+    forward: FloatArray,
+    backward: FloatArray,
     *,
     transfer: float = 0.0,
     blocking: bool = False,
     groups: Sequence[int] | None = None,
     launches: Launches | None = None,
 ) -> list[Event]:
-    """Events of one step, in order of start. See `pipeline_ends`; a float[m] is of equal stages of one chunk.
+    """Events of one step, in order of start. forward, backward: float[P, V, m], and see `pipeline_ends`.
 
     Equal micro-batches of forward f and backward b take (m + P - 1) * (f + b): the bubble is (P - 1) / m.
     """
-    times = [_as_grid(direction, stages) for direction in (forward, backward)]
-    graph = pipeline_graph(stages, times[0].shape[-1], times[0].shape[-2], blocking, groups and tuple(groups))
+    times, (stages, chunks, micro_batches) = (forward, backward), forward.shape
+    graph = pipeline_graph(stages, micro_batches, chunks, blocking, groups and tuple(groups))
     hosts = None if launches is None else Launches(*(way[None] for way in launches))
-    ends = _solve(graph, times[0][None], times[1][None], transfer, hosts)[:, 0]
+    ends = _solve(graph, forward[None], backward[None], transfer, hosts)[:, 0]
     events = [
         Event(
             node.stage,
@@ -104,11 +103,6 @@ def pipeline_ends(
         if node.step is not None:
             np.maximum(last_end[:, node.stage], end, out=last_end[:, node.stage])
     return last_end
-
-
-def _as_grid(times: npt.ArrayLike, stages: int) -> FloatArray:
-    grid = np.asarray(times, dtype=np.float64)
-    return np.broadcast_to(grid, (stages, 1, len(grid))) if grid.ndim == 1 else grid
 
 
 def _solve(

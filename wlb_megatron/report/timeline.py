@@ -72,7 +72,6 @@ def draw_timelines(path: Path, plans: Sequence[Drawn], stages: int) -> list[floa
         pipeline_events(
             np.broadcast_to(forward, recomputed.shape)[:, None],
             ((BACKWARD + recomputed) * forward)[:, None],
-            stages,
             groups=plan.groups,
         )
         for plan, forward, recomputed in zip(plans, forwards, repeated, strict=True)
