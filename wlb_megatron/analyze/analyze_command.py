@@ -1,4 +1,4 @@
-"""`wlb-megatron analyze`: its flags and progress, and its picture, which needs matplotlib."""
+"""`wlb-megatron analyze`: its flags, and its picture, which needs matplotlib."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
-from wlb_megatron.analyze.comparison import Analysis, analyze, variants
-from wlb_megatron.analyze.search import settings_tried
+from wlb_megatron.analyze.comparison import Analysis, analyze
 from wlb_megatron.arguments import add_layout, add_setting, add_settings
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.corpus import Lengths
 from wlb_megatron.errors import WlbError, install
-from wlb_megatron.report.terminal import progress
 from wlb_megatron.report.timeline import Drawn, draw_timelines
 from wlb_megatron.simulator.iteration import recomputed_by_flags
 from wlb_megatron.simulator.job_flags import add_job, read_job
@@ -61,7 +59,7 @@ def add_analyze(parser: argparse.ArgumentParser) -> None:
 
 
 def run_analyze(args: argparse.Namespace, lengths: Lengths, config: WlbConfig) -> Analysis:
-    """Analyze as the flags say, with progress on stderr, and draw the picture if asked for."""
+    """Analyze as the flags say, and draw the picture if asked for."""
     if args.pictures is not None:
         need_matplotlib()
     if args.trace is not None:
@@ -69,10 +67,7 @@ def run_analyze(args: argparse.Namespace, lengths: Lengths, config: WlbConfig) -
     config = replace(config, token_weights=args.token_weights)
     job = read_job(args, lengths)
     model_known = args.model is not None or args.hidden_size is not None or job.profile is not None
-    steps = 2 * (job.warm_up + job.iterations) + (0 if args.no_split else 2 * len(variants(config, job)))
-    looks = settings_tried(job, config, args.search)
-    with progress(steps + looks, lines=args.search == "layout") as tick:
-        analysis = analyze(lengths, config, job, tick, split=not args.no_split, kind=args.search)
+    analysis = analyze(lengths, config, job, split=not args.no_split, kind=args.search)
     if args.pictures is not None:
         folder = Path(args.pictures)
         try:

@@ -31,6 +31,7 @@ from wlb_megatron.packing.chunk_packer import ChunkPacker
 from wlb_megatron.packing.factory import arrival_order
 from wlb_megatron.packing.limits import MARGIN, GpuMemory
 from wlb_megatron.packing.varlen.varlen_packer import VarlenPacker
+from wlb_megatron.report.terminal import progress
 from wlb_megatron.sharding.cut import shard_all
 from wlb_megatron.simulator.iteration import Simulated, perfectly_balanced, simulate
 from wlb_megatron.simulator.job import Job, Run
@@ -239,27 +240,21 @@ class Analysis:
 
 
 def analyze(
-    lengths: Lengths,
-    config: WlbConfig,
-    job: Job,
-    tick: Callable[[str], None] = lambda _: None,
-    *,
-    split: bool = True,
-    kind: str = "none",
+    lengths: Lengths, config: WlbConfig, job: Job, *, split: bool = True, kind: str = "none"
 ) -> Analysis:
-    """Plan and simulate all settings over the same endless stream.
+    """Plan and simulate all settings over the same endless stream, with progress on stderr.
 
-    lengths: integers[n], tokens of each document. tick: called after each planned iteration, and each other setting.
-    split: also what each part gains. kind: "none", "schedule" or "layout", the search. WlbError on settings that cannot
-    work.
+    lengths: integers[n], tokens of each document. split: also what each part gains. kind: "none", "schedule" or
+    "layout", the search. WlbError on settings that cannot work.
     """
     request, plain = Candidate(job, config), arrival_order(config)
     in_chunks, uncut = (replace(config, chunks=chunks) for chunks in ("on", "off"))
     with side_by_side((lengths, request)) as submit:
-        runs = _Runs(lengths, job, lambda: tick("planning"), submit)
+        runs = _Runs(lengths, job, submit)
         settings = variants(config, job) if split else []
         runs.begin(settings, unless=(config, in_chunks, uncut))
-        after, before = runs.of(config), runs.of(plain)
+        with progress(2 * (job.warm_up + job.iterations)) as tick:
+            after, before = (runs.of(one, lambda: tick("planning")) for one in (config, plain))
         packer = after.planner.packer
         chunked, weights = isinstance(packer, ChunkPacker), job.weights_problem()
         runs.same(in_chunks if chunked else uncut, after)
@@ -281,7 +276,7 @@ def analyze(
             memory=fits(job.gpu, in_chunks=chunked),
             fullest=job.fullest(after),
             weights_problem=weights,
-            searched=search(request, after, kind, submit, tick) if searches else None,
+            searched=search(request, after, kind, submit) if searches else None,
             gains=_gains(settings, runs, first),  # after the search, beside which they go on
         )
     if analysis.searched is None:
@@ -344,10 +339,8 @@ class _Runs:
     """Runs of settings here, and outcomes of others in processes beside this one. Settings with the same plans are
     planned once."""
 
-    def __init__(
-        self, lengths: Lengths, job: Job, progress: Callable[[], None], submit: Callable[..., Any]
-    ) -> None:
-        self._lengths, self._job, self._progress, self._submit = lengths, job, progress, submit
+    def __init__(self, lengths: Lengths, job: Job, submit: Callable[..., Any]) -> None:
+        self._lengths, self._job, self._submit = lengths, job, submit
         self._done: dict[WlbConfig, Run] = {}
         self._begun: dict[WlbConfig, Future[dict[WlbConfig, Outcome]]] = {}
 
@@ -358,21 +351,20 @@ class _Runs:
             if todo := [one for one in pair if _plans(one) not in plans and one not in self._begun]:
                 self._begun |= dict.fromkeys(todo, self._submit(_outcomes, todo))
 
-    def of(self, config: WlbConfig) -> Run:
+    def of(self, config: WlbConfig, tick: Callable[[], None] = lambda: None) -> Run:
+        """tick: called after each iteration that is planned here."""
         if config not in self._done:
             planned = (run for one, run in self._done.items() if _plans(one) == _plans(config))
             if (run := next(planned, None)) is not None:
                 self._done[config] = self._job.cut(run, config)
             else:
-                self._done[config] = self._job.run(self._lengths, config, self._progress)
+                self._done[config] = self._job.run(self._lengths, config, tick)
         return self._done[config]
 
     def outcome(self, config: WlbConfig) -> Outcome:
         if config not in self._begun:
             return outcome_of(self._job, self.of(config))
-        outcomes = self._begun[config].result()
-        self._progress()
-        return outcomes[config]
+        return self._begun[config].result()[config]
 
     def same(self, config: WlbConfig, run: Run) -> None:
         """Takes this run for the settings, which have the same plans."""
@@ -381,7 +373,7 @@ class _Runs:
 
 def _outcomes(shared: tuple[Lengths, Candidate], settings: list[WlbConfig]) -> dict[WlbConfig, Outcome]:
     lengths, request = shared
-    runs = _Runs(lengths, request.job, lambda: None, _outcomes)
+    runs = _Runs(lengths, request.job, _outcomes)
     return {config: runs.outcome(config) for config in settings}
 
 
@@ -401,10 +393,12 @@ def _gains(settings: Variants, runs: _Runs, first: Outcome) -> tuple[Gain, ...]:
         )
 
     gains = []
-    for name, pair in settings:
-        # Whole documents may not fit a memory that chunks fit; what is asked for has been planned before this.
-        with suppress(WlbError):
-            gains.append(gain(name, *pair))
+    with progress(len(settings)) as tick:
+        for name, pair in settings:
+            # Whole documents may not fit a memory that chunks fit; what is asked for has been planned before this.
+            with suppress(WlbError):
+                gains.append(gain(name, *pair))
+            tick("parts")
     return tuple(gains)
 
 

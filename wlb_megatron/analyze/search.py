@@ -21,6 +21,7 @@ from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.corpus import Lengths
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.limits import lmax as usual_lmax
+from wlb_megatron.report.terminal import progress
 from wlb_megatron.simulator.iteration import Simulated
 from wlb_megatron.simulator.job import DEFAULT_GIB, Job, Run
 from wlb_megatron.simulator.model_flags import check_divisible
@@ -105,11 +106,9 @@ class Searched:
     lmax: int | None = None
 
 
-def search(
-    request: Candidate, run: Run, kind: str, submit: Callable[..., Any], tick: Callable[[str], None]
-) -> Searched:
+def search(request: Candidate, run: Run, kind: str, submit: Callable[..., Any]) -> Searched:
     """Searches from the run of the job as given, without an order. kind: "schedule" or "layout". submit: from
-    `side_by_side`, of the lengths and this job. tick: called after each setting."""
+    `side_by_side`, of the lengths and this job."""
     job, origin = request.job, as_given(request.job, request.config)
     starts, count = [origin], 0
     documents = sum(len(plan.arrived) for plan in run.plans) // len(run.plans)
@@ -120,10 +119,11 @@ def search(
         count += len(batch)
         results = [submit(_found, _limited(one, looks, quick=looks == QUICK)) for one in batch]
         finds = []
-        for result, one in zip(results, batch, strict=True):
-            if (found := result.result()) is not None:
-                finds.append(replace(found, candidate=one))
-            tick("searching")
+        with progress(len(batch), lines=kind == "layout") as tick:
+            for result, one in zip(results, batch, strict=True):
+                if (found := result.result()) is not None:
+                    finds.append(replace(found, candidate=one))
+                tick("searching")
         return sorted(finds, key=lambda one: -one.tokens_per_second)
 
     if kind == "layout":
@@ -180,16 +180,6 @@ def _lmax(start: Candidate) -> int | None:
         return start.job.with_lmax(start.config).max_tokens
     except WlbError:  # nothing fits
         return 0
-
-
-def settings_tried(job: Job, config: WlbConfig, kind: str) -> int:
-    """About how many settings a search looks at, for a progress bar."""
-    if kind == "none":
-        return 0
-    base = as_given(job, config)
-    starts = [base, *list(layouts(base))[:LAYOUTS_KEPT]] if kind == "layout" else [base]
-    first = 2 * sum(1 for _ in layouts(base)) if kind == "layout" else 0
-    return first + sum(1 + len(schedules(start)) for start in starts) + 3 * (FINALISTS // 2) + FINALISTS + 1
 
 
 def as_given(job: Job, config: WlbConfig) -> Candidate:
