@@ -162,7 +162,8 @@ def test_latent_attention_and_unfused_gradients_reach_what_counts_memory() -> No
 def test_ranks_that_share_experts_are_timed_in_one_order() -> None:
     def orders(flags: str) -> list[list[tuple[int, ...] | None]]:
         chosen = job(f"--dp 2 --iterations 4 --warm-up 0 {flags}")
-        return chosen.orders(chosen.run(LENGTHS, settings(parsed(flags))).plans)
+        config = settings(parsed(flags))
+        return chosen.times(config).orders(chosen.run(LENGTHS, config).plans)
 
     alone = orders("--chunks on")
     joined = orders("--chunks on --num-experts 8 --expert-model-parallel-size 2")
@@ -179,9 +180,12 @@ def test_dynamic_groups_are_planned_and_timed(tmp_path, reported):
 
 def test_every_document_of_an_iteration_is_in_one_of_its_groups() -> None:
     chosen = job("--cp 2 --dp 2 --pp 2 --iterations 2 --warm-up 1 --cp-mode dynamic")
-    run = chosen.run(LENGTHS, settings(parsed("--cp-mode dynamic")))
-    assert run.steps is not None and run.shards is None
-    for plan, steps in zip(run.plans[1:], run.steps, strict=True):
+    config = settings(parsed("--cp-mode dynamic"))
+    run = chosen.run(LENGTHS, config)
+    assert run.shards is None
+    simulated, steps_of_plans = chosen.groups(run.timed_plans, run.planner, config)
+    assert simulated.steps.tolist() == run.simulated.steps.tolist()
+    for plan, steps in zip(run.plans[1:], steps_of_plans, strict=True):
         held = [
             piece.tokens for row in plan.micro_batches for micro_batch in row for piece in micro_batch.pieces
         ]

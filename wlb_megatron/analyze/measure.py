@@ -124,7 +124,7 @@ def waiting(simulated: Simulated, layout: Layout) -> dict[str, float]:
 def measure(job: Job, run: Run) -> Measured:
     """Gather the figures of a run's timed iterations."""
     unit = job.longest(run.config)  # tokens at which documents were split
-    orders = () if run.shards is None else job.orders(run.timed_plans)
+    orders = () if run.shards is None else job.times(run.config).orders(run.timed_plans)
     record = Measured(run, run.simulated, job.model.layout, job.window, orders=orders)
     entered: dict[tuple[int, int, int], int] = {}
     for place, plan in enumerate(run.plans, -job.warm_up):

@@ -338,8 +338,8 @@ class Job:
         with explain_bad_values():
             timed = plans[self.warm_up :]
             if config.cp_mode == "dynamic":
-                simulated, steps = self.groups(timed, planner, config)
-                return Run(config, plans, planner, tuple(messages), simulated, steps=steps)
+                simulated, _ = self.groups(timed, planner, config)
+                return Run(config, plans, planner, tuple(messages), simulated)
             return Run(config, plans, planner, tuple(messages), *self.times(config).simulated(timed))
 
     def cut(self, run: Run, config: WlbConfig) -> Run:
@@ -401,16 +401,13 @@ class Job:
             tokens.append(documents)
         return simulate_groups(steps, tokens, model, cost), steps
 
-    def orders(self, plans: Sequence[IterationPlan]) -> Orders:
-        return orders_of(plans, in_step=self.trainer.in_step)
-
 
 @dataclass(frozen=True)
 class Run:
     """A job's plans and the times of all but the first `warm_up` of them.
 
-    `messages` say whether documents train in chunks, and why. `shards` are the timed plans'; None with dynamic groups,
-    whose micro-steps are in `steps`. kept: [iteration][dp][stage], None where steps run the flags of recomputation.
+    `messages` say whether documents train in chunks, and why. `shards` are the timed plans'; None with dynamic groups.
+    kept: [iteration][dp][stage], None where steps run the flags of recomputation.
     """
 
     config: WlbConfig
@@ -420,7 +417,6 @@ class Run:
     simulated: Simulated
     shards: Shards | None = None
     kept: Kept | None = None
-    steps: Sequence[StepPlan] | None = None
 
     @property
     def timed_plans(self) -> Sequence[IterationPlan]:

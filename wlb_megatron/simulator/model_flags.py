@@ -382,16 +382,14 @@ def _dense_layers(pattern: str, layers: int) -> int:
                 return [int(ast.literal_eval(number)) for number in numbers]
             case ast.BinOp(left=left, op=ast.Add(), right=right):
                 return listed(left) + listed(right)
-            case ast.BinOp(left=numbers, op=ast.Mult(), right=ast.Constant(value=int(times))):
-                pass
-            case ast.BinOp(left=ast.Constant(value=int(times)), op=ast.Mult(), right=numbers):
-                pass
-            case _:
-                raise ValueError
-        items = listed(numbers)
-        if len(items) * times > layers:
-            raise ValueError
-        return items * times
+            case (
+                ast.BinOp(left=factor, op=ast.Mult(), right=ast.Constant(value=int(times)))
+                | ast.BinOp(left=ast.Constant(value=int(times)), op=ast.Mult(), right=factor)
+            ):
+                items = listed(factor)
+                if len(items) * times <= layers:
+                    return items * times
+        raise ValueError
 
     try:
         entries = listed(ast.parse(pattern.strip(), mode="eval").body)
