@@ -169,19 +169,20 @@ def add_experts(parser: argparse.ArgumentParser) -> None:
 BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 """Megatron's kinds of routers' losses that training takes."""
 
-_EXPERTS = (
-    "moe_router_topk",
-    "moe_ffn_hidden_size",
-    "moe_shared_expert_intermediate_size",
-    "moe_router_load_balancing_type",
-    "expert_imbalance",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-)
+_EXPERTS = {
+    "num_experts": "count",
+    "moe_router_topk": "chosen",
+    "moe_ffn_hidden_size": "ffn",
+    "moe_shared_expert_intermediate_size": "shared",
+    "expert_model_parallel_size": "parallel",
+    "expert_tensor_parallel_size": "tensor",
+}
+"""Settings of the experts by what Experts calls them."""
 
 
 def _refuse_idle_experts(args: argparse.Namespace) -> None:
-    for name in _EXPERTS if args.num_experts is None else ():
+    others = ("moe_router_load_balancing_type", "expert_imbalance")
+    for name in (*_EXPERTS, *others) if args.num_experts is None else ():
         if getattr(args, name) is not None:
             raise WlbError(f"--{name.replace('_', '-')} needs --num-experts; give both or neither")
 
@@ -218,8 +219,6 @@ def _complete_model(args: argparse.Namespace) -> None:
                 "stands in place of --num-virtual-stages-per-pipeline-rank"
             )
         args.vpp = args.num_layers // args.pp // layers
-    if args.launched and not args.group_query_attention:
-        args.num_query_groups = None  # Megatron ignores it then
     if args.multi_latent_attention:
         args.num_query_groups = None
         args.kv_channels = (args.qk_head_dim + args.qk_pos_emb_head_dim + args.v_head_dim) // 2
@@ -264,7 +263,8 @@ def read_shape(args: argparse.Namespace, profile: Profile | None = None) -> Mode
         "layers": args.num_layers,
         "hidden": args.hidden_size,
         "heads": args.num_attention_heads,
-        "kv_heads": args.num_query_groups,
+        # Megatron ignores it without the other flag.
+        "kv_heads": args.num_query_groups if args.group_query_attention or not args.launched else None,
         "ffn": args.ffn_hidden_size,
         "vocab": args.vocab_size,
         "head_dim": args.kv_channels,
@@ -315,19 +315,9 @@ def profiled_shape(profile: Profile, layers: int) -> Model:
 
 def _complete_experts(args: argparse.Namespace, profile: Profile) -> None:
     """Fills in the profile's experts where no flag gives others."""
-    experts = profile.model.experts
-    if experts is None:
-        return
-    for name, value in (
-        ("num_experts", experts.count),
-        ("moe_router_topk", experts.chosen),
-        ("moe_ffn_hidden_size", experts.ffn),
-        ("moe_shared_expert_intermediate_size", experts.shared),
-        ("expert_model_parallel_size", experts.parallel),
-        ("expert_tensor_parallel_size", experts.tensor),
-    ):
+    for name, size in _EXPERTS.items() if profile.model.experts else ():
         if getattr(args, name) is None:
-            setattr(args, name, value)
+            setattr(args, name, getattr(profile.model.experts, size))
 
 
 def profiled_model(args: argparse.Namespace) -> ProfiledModel:
@@ -338,8 +328,6 @@ def profiled_model(args: argparse.Namespace) -> ProfiledModel:
             "a value, with as many --num-query-groups as heads"
         )
     _refuse_idle_experts(args)
-    if args.launched and not args.group_query_attention:
-        args.num_query_groups = None  # Megatron ignores it then
     dense = read_shape(args)
     spread = {"tp": args.tp, "cp": args.cp, "fused": args.gradient_accumulation_fusion}
     sizes = asdict(_activated(dense, args)) | {"layers": 1, "experts": _read_experts(dense, args)}
