@@ -45,7 +45,9 @@ def group_events(shards: Shards, model: LayerModel, orders: Orders | None = None
     grouped = iteration._grouped(tokens, None if orders is None else orders[0])
     repeats = iteration.recomputed_by_flags(tokens, model)
     layers = iteration._device(tokens, attention, model)
-    forward, backward = iteration._stages(layers, iteration._ends(tokens, model, grouped), repeats, model)
+    rank_tokens = tokens / model.layout.context
+    ends = iteration._ends(model.embedding(rank_tokens), model.loss(rank_tokens), grouped)
+    forward, backward = iteration._stages(layers, ends, repeats, model)
     launches = iteration._launches(cuts, grouped, repeats, model)
     return [
         pipeline_events(

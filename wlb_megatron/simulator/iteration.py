@@ -179,8 +179,7 @@ def recomputed_by_flags(tokens: IntArray, model: LayerModel) -> IntArray:
 def _launches(cuts: BoolArray, grouped: BoolArray, recomputed: IntArray, model: LayerModel) -> Launches:
     """float[n * dp, P, V, m]: the host's launches of each forward and backward."""
     embedding, loss = (Times(*(np.full(cuts.shape, way) for way in end)) for end in model.host_ends())
-    loss = _deferred(loss, grouped)
-    ends = [(embedding.forward, loss.forward), (embedding.backward, loss.backward)]
+    ends = _ends(embedding, loss, grouped)
     return Launches(*_stages(model.host(cuts), ends, recomputed, model, model.host_again(cuts)))
 
 
@@ -232,7 +231,8 @@ def run_steps(
     recomputed = recomputed_by_flags(tokens, model) if recomputed is None else recomputed
     grouped = _grouped(tokens, orders)
     device, host = _device(tokens, attention, model), model.host(cuts)
-    ends = _ends(tokens, model, grouped)
+    rank_tokens = tokens / layout.context
+    ends = _ends(model.embedding(rank_tokens), model.loss(rank_tokens), grouped)
     forward, backward = _stages(device, ends, recomputed, model)
     end_times = _ends_by_order(
         *(forward, backward, _launches(cuts, grouped, recomputed, model)),
@@ -241,7 +241,7 @@ def run_steps(
     )
     end_times = end_times.reshape(n, dp, layout.pipeline).max(axis=1)
     paced = (forward + backward).sum(axis=(2, 3)).reshape(n, dp, layout.pipeline)
-    linear = model.linear(tokens / layout.context)
+    linear = model.linear(rank_tokens)
     both = (linear.forward + linear.backward)[..., None] + attention.forward + attention.backward
     layer_ns = both.sum(axis=1)
     layers = model.stage_layers.sum(axis=1)
@@ -304,18 +304,11 @@ def _grouped(tokens: npt.NDArray[np.int64], orders: Sequence[tuple[int, ...] | N
     return np.array([sizes is not None for sizes in orders or [None] * (n * dp)]).reshape(n, 1, dp)
 
 
-def _deferred(loss: Times, grouped: BoolArray) -> Times:
-    """The loss's times, all in the backward where steps run in groups (plugin/step/losses.py)."""
-    return Times(np.where(grouped, 0, loss.forward), loss.backward + np.where(grouped, loss.forward, 0))
-
-
-def _ends(
-    tokens: npt.NDArray[np.int64], model: LayerModel, grouped: BoolArray
-) -> list[tuple[FloatArray, FloatArray]]:
-    """Times of embedding and loss in forward and backward, float[n, m, dp] each."""
-    embedding = model.embedding(tokens / model.layout.context)
-    loss = _deferred(model.loss(tokens / model.layout.context), grouped)
-    return [(embedding.forward, loss.forward), (embedding.backward, loss.backward)]
+def _ends(embedding: Times, loss: Times, grouped: BoolArray) -> list[tuple[FloatArray, FloatArray]]:
+    """Times of embedding and loss in forward and backward. The loss's are all in the backward where steps run in groups
+    (plugin/step/losses.py)."""
+    deferred = Times(np.where(grouped, 0, loss.forward), loss.backward + np.where(grouped, loss.forward, 0))
+    return list(zip(embedding, deferred, strict=True))
 
 
 def _stage_times(layer: FloatArray, ends: tuple[FloatArray, FloatArray], model: LayerModel) -> FloatArray:
