@@ -90,29 +90,32 @@ def test_a_command_is_split_at_its_script(command, launch):
 
 
 def test_the_environment_says_whether_one_kernel_multiplies_all_experts(command, monkeypatch):
-    """Set in the command or around it, and only with --moe-grouped-gemm. The prediction counts it."""
+    """Set in the command or around it, and only with --moe-grouped-gemm. Else one line says what it would gain."""
     monkeypatch.delenv(ONE_KERNEL, raising=False)
     own = "analyze --no-split --search none --iterations 2 --lengths 20,30,64 --kernel-table h200 --"
     job = f"torchrun --nproc-per-node 2 p.py {JOB} --pipeline-model-parallel-size 2"
     experts = f"{job} --num-experts 64 --moe-router-topk 2"
     steps, chunks = [], set()
-    for before, flags in (
-        ("", "--moe-grouped-gemm"),
-        ("env {}=1", "--moe-grouped-gemm"),
-        ("{}=1", ""),
-        ("{}=0", ""),
+    for number, (before, flags) in enumerate(
+        [("", "--moe-grouped-gemm"), ("env {}=1", "--moe-grouped-gemm"), ("{}=1", ""), ("{}=0", "")]
     ):
         code, out, err = command(f"{own} {before.format(ONE_KERNEL)} {experts} {flags}")
         assert code == 0, err
+        missing = f"set --moe-permute-fusion and {ONE_KERNEL}=1 with --moe-grouped-gemm"
+        assert out.count(missing) == (number != 1)
         steps += re.findall(r"step, ms.*", out)
         chunks |= {*re.findall("documents in chunks.*", out)}
-    assert steps[0] == steps[2] == steps[3] != steps[1]
-    slow, fast = (float(re.findall(r"[\d.]+", line.replace(",", ""))[0]) for line in steps[:2])
-    assert slow > 1.1 * fast
+        if number == 0:
+            gain = float(re.search(r"predicted to be ([\d.]+) times", out)[1])  # type: ignore[index]
+    assert steps[0] == steps[2] == steps[3] != steps[1] and gain > 1.2
     assert len(chunks) == 1, "ranks plan alike though their environments differ"
     monkeypatch.setenv(ONE_KERNEL, "1")
     _, out, _ = command(f"{own} {experts} --moe-grouped-gemm")
     assert steps[1] in out
+    _, out, _ = command(f"{own} {experts} --moe-grouped-gemm --moe-permute-fusion")
+    assert "predicted to be" not in out
+    _, out, _ = command(f"{own} {job}")
+    assert ONE_KERNEL not in out
 
 
 def test_each_flag_that_is_read_or_noted_is_one_of_megatrons() -> None:

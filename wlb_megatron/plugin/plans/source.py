@@ -304,7 +304,7 @@ def first_lines(source: Source, backend: str, steps: int | None = None) -> Itera
     if job.trains and job.device.on_gpu and experts:
         hopper = torch.cuda.get_device_capability(job.device.index)[0] == 9
         if settings := experts.faster_settings(hopper):
-            yield f"experts train faster with {settings}; with them, wlb-megatron analyze predicts how much"
+            yield f"experts train faster with {settings}; wlb-megatron analyze predicts the gain"
     if job.profile is not None:
         yield _of_profile(job.profile, job)
     elif (name := job.kernels()) in KERNELS and name != backend:
