@@ -10,7 +10,7 @@ import pytest
 from wlb_megatron.errors import WlbError
 from wlb_megatron.profiler.points import GRIDS, attention_points
 from wlb_megatron.workload.cost_model import Curve
-from wlb_megatron.workload.fit import Device, Overheads, fit, predicted
+from wlb_megatron.workload.fit import Device, Overheads, fit, leave_out, predicted
 from wlb_megatron.workload.kernel_table import h100
 from wlb_megatron.workload.model import Experts
 from wlb_megatron.workload.profile import (
@@ -48,11 +48,12 @@ def truth(way: str, *, executor: bool = True) -> Any:
     )
 
 
-def made_samples() -> list[dict[str, Any]]:
+def made_samples(noise: float = 0.0) -> list[dict[str, Any]]:
     """Samples as the profiler would write them, of times by `truth`."""
+    rng = np.random.default_rng(5)
 
     def spread(ns: float) -> list[int]:
-        return [round(ns)] * 3
+        return [round(ns * (1 + noise * rng.standard_normal()))] * 3
 
     samples = []
     for point in attention_points(GRIDS["full"], MODEL):
@@ -169,6 +170,22 @@ def test_the_cost_model_of_a_profile_is_that_of_its_times(costs):
     rest = sum(LAYER) * 65536 + rows
     assert 65536 / costs.quadratic_at == pytest.approx(attention / rest, rel=0.1)
     assert costs.per_document >= 0
+
+
+def test_samples_left_out_are_predicted_within_the_noise(samples):
+    for part, errors in leave_out(MODEL, samples, GPU).items():
+        assert abs(errors).mean() < 0.02 and np.percentile(abs(errors), 95) < 0.06, part
+    unseen = leave_out(MODEL, made_samples(noise=0.02), GPU)
+    noisy = {part: abs(errors).mean() for part, errors in unseen.items()}
+    assert 0.003 < noisy["share"] < 0.05 and 0.003 < noisy["held_out"] < 0.05
+
+
+def test_an_error_left_out_of_the_fit_is_seen(samples):
+    """Shares three times as slow as their kernels' truth say so, where they are predicted unseen and unlike others."""
+    wrong = [dict(s) for s in samples]
+    at = next(i for i, s in enumerate(wrong) if s["part"] == "share")
+    wrong[at] |= {way: [3 * ns for ns in wrong[at][way]] for way in SHARES}
+    assert min(leave_out(MODEL, wrong, GPU)["share"]) < -0.5
 
 
 def test_a_curve_goes_on_as_its_last_line_does():

@@ -40,7 +40,7 @@ def profile_path(tmp_path_factory):
     return out
 
 
-def test_a_profile_says_what_it_is_of(profile_path):
+def test_a_profile_says_what_it_is_of_and_how_sure_it_is(profile_path):
     profiled = json.loads(profile_path.read_text())
     settings = profiled["settings"]
     assert settings["model"]["hidden"] == 32 and settings["versions"]["torch"] == torch.__version__
@@ -54,6 +54,7 @@ def test_a_profile_says_what_it_is_of(profile_path):
             middle, low, high = sample[way]
             assert 0 < low <= middle <= high, sample
         assert sample["repeats"] >= 3
+    assert set(profiled["leave_out"]) >= {"documents", "share"}
     assert read_profile(profile_path).costs.quadratic_at > 0
     assert [path.name for path in profile_path.parent.iterdir()] == ["profile.json"]
 

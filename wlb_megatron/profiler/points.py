@@ -25,7 +25,7 @@ MOST_ROWS = 1 << 19
 class Grid:
     """What a profile measures.
 
-    * queries, keys: sizes of rectangles. diagonals: tokens of causal segments.
+    * queries, keys: sizes of rectangles. diagonals: tokens of causal segments. held_out: shapes no fit sees.
     * ratios: keys per query of bottom-right causal segments, with as many queries as rectangles have.
     * documents: (tokens, copies) for calls of unlike ones.
     * windows: tokens of micro-batches that are cut over `cps` ranks as each of KINDS, `samples` times. One share of
@@ -49,6 +49,7 @@ class Grid:
     most_flops: float
     seconds: float
     samples: int = 1
+    held_out: int = 0
     tiles: int = 2112
 
 
@@ -76,6 +77,7 @@ GRIDS = {
         most_flops=8e13,
         seconds=0.12,
         samples=2,
+        held_out=24,
     ),
     "reduced": Grid(
         queries=(128, 512, 2 * _K, 8 * _K, 32 * _K),
@@ -91,6 +93,7 @@ GRIDS = {
         most_flops=8e13,
         seconds=0.08,
         samples=2,
+        held_out=8,
     ),
     "tiny": Grid(
         queries=(128, 256),
@@ -106,6 +109,7 @@ GRIDS = {
         most_flops=1e10,
         seconds=0.02,
         tiles=8,
+        held_out=2,
     ),
 }
 
@@ -145,6 +149,22 @@ def attention_points(grid: Grid, model: ProfiledModel) -> Iterator[Point]:
     for documents in grid.documents:
         yield _segments("documents", diagonals=documents)
     yield from _shares(grid, model)
+    yield from _held_out(grid, model)
+
+
+def _held_out(grid: Grid, model: ProfiledModel) -> Iterator[Point]:
+    """Rectangles and diagonals of seeded sizes between those of the grid, on a logarithmic scale."""
+    rng = np.random.default_rng(13)
+    for number in range(grid.held_out):
+        queries, keys = (
+            int(np.exp(rng.uniform(np.log(side[0]), np.log(side[-1])))) for side in (grid.queries, grid.keys)
+        )
+        copies = _copies(min(queries, keys), max(queries, keys), grid, model)
+        if number % 3 == 0:
+            copies = _copies(queries, queries, grid, model)
+            yield _segments("held_out", diagonals=[(queries, copies)])
+        elif _flops(queries * keys * copies, model) <= grid.most_flops:
+            yield _segments("held_out", rectangles=[(queries, keys, copies)])
 
 
 def _segments(part: str, **sizes: Any) -> Point:

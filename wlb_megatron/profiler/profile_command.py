@@ -9,14 +9,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from wlb_megatron.arguments import add_sizes
 from wlb_megatron.attention.kernels import kernel_choice
 from wlb_megatron.config import SECONDS, real
 from wlb_megatron.errors import WlbError, explain_bad_values, install
 from wlb_megatron.registry import KERNELS, USUAL_KERNELS
-from wlb_megatron.report.terminal import progress
+from wlb_megatron.report.terminal import print_table, progress
 from wlb_megatron.simulator.model_flags import add_experts, add_model, profiled_model
-from wlb_megatron.workload.fit import Device, fit
+from wlb_megatron.workload.fit import Device, fit, leave_out
 from wlb_megatron.workload.profile import ProfiledModel, write_profile
 
 
@@ -86,7 +88,20 @@ def run_profile(args: argparse.Namespace) -> None:
         settings = profiled["settings"]
         device = Device(settings["gpu"], settings["processors"], settings["backend"])
         costs = fit(model, profiled["samples"], device)
-        write_profile(out, {**profiled, "fit": asdict(costs)})
+        sizes = {
+            part: np.abs(errors) for part, errors in leave_out(model, profiled["samples"], device).items()
+        }
+        errors = {
+            part: {"mean": float(size.mean()), "p95": float(np.percentile(size, 95)), "points": len(size)}
+            for part, size in sizes.items()
+        }
+        write_profile(out, {**profiled, "fit": asdict(costs), "leave_out": errors})
+        rows = [[part, e["points"], f"{e['mean']:.1%}", f"{e['p95']:.1%}"] for part, e in errors.items()]
+        print_table(
+            "attention predicted without having seen it: relative error",
+            ("part", "points", "mean", "p95"),
+            rows,
+        )
         print(
             f"{out}: {len(profiled['samples'])} points of {device.name} in {profiled['seconds']} s; attention costs "
             f"as much as the rest of a layer at {costs.quadratic_at:,.0f} tokens"

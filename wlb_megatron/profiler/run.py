@@ -98,7 +98,7 @@ class _Parts:
         self.ends: Any = keep_gradients(Ends(model).to(device, self.dtype))
 
     def step(self, point: Point) -> Part:
-        if point.part in ("call", "rectangle", "diagonal", "bottom_right", "documents", "share"):
+        if point.part in ("call", "rectangle", "diagonal", "bottom_right", "held_out", "documents", "share"):
             return self.attention.step(point)
         if point.part == "optimizer":
             return optimizer_step(self.layer)

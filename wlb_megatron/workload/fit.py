@@ -30,6 +30,7 @@ Way = Literal["forward", "backward"]
 WAYS: tuple[Way, Way] = ("forward", "backward")
 
 LINKS = ("all_gather", "reduce_scatter", "all_to_all", "p2p")
+FITTED = ("documents", "share")
 UNMEASURED_LATENCY, UNMEASURED_RATE = 50_000.0, 370e9
 """Nanoseconds of an exchange each way, and bytes a second of NVLink, where one GPU alone was profiled."""
 
@@ -150,28 +151,35 @@ def predicted(sample: Sample, table: KernelTable, overheads: Overheads) -> float
 def fit_attention(
     model: ProfiledModel, samples: Sequence[Sample], device: Device, way: Way, exchange: TransferCost | None
 ) -> KernelTable:
-    """What a share of a micro-batch costs. First, what a call, a segment and rows cost inside the kernels, by calls of
-    all shapes at one rate of pairs; then the pairs' own times at each shape, without that; last, what the executor adds
-    to whole shares."""
+    """What a share of a micro-batch costs."""
+    table, overheads = fit_way(model, samples, device, way)
+    row = 2 * 2 * model.rank_kv_heads * model.head_dim  # K and V, or their gradients, in 2 bytes
+    per_byte = exchange.per_byte if exchange else 1e9 / UNMEASURED_RATE
+    return replace(
+        table,
+        **overheads._asdict(),
+        exchange=exchange.latency if exchange else UNMEASURED_LATENCY,
+        exchange_row=row * per_byte,
+    )
+
+
+def fit_way(
+    model: ProfiledModel, samples: Sequence[Sample], device: Device, way: Way
+) -> tuple[KernelTable, Overheads]:
+    """First, what a call, a segment and rows cost inside the kernels, by calls of all shapes at one rate of pairs; then
+    the pairs' own times at each shape, without that; last, what the executor adds to whole shares."""
     grid = [s for s in samples if s["part"] in ("rectangle", "diagonal", "bottom_right")]
     inside = _inside(model, samples, device, way)
     # Part of a call's time belongs to its pairs, whatever the overheads say.
     bare = [max(s[way][0] - float(_counts(s) @ inside), PAIRS_SHARE * s[way][0]) for s in grid]
     table = pairs_table(model, grid, device, way, bare)
-    shares = samples_of(samples, "share")
+    shares = [s for s in samples if s["part"] == "share"]
     if shares:
         measured = np.array([s[way][0] for s in shares], dtype=np.float64)
         residual = 1 - np.array([predicted(s, table, Overheads(*inside)) for s in shares]) / measured
         columns = np.array([_counts(s)[_AROUND] for s in shares]) / measured[:, None]
         inside[_AROUND] += least_squares(columns, residual)
-    row = 2 * 2 * model.rank_kv_heads * model.head_dim  # K and V, or their gradients, in 2 bytes
-    per_byte = exchange.per_byte if exchange else 1e9 / UNMEASURED_RATE
-    return replace(
-        table,
-        **Overheads(*inside.tolist())._asdict(),
-        exchange=exchange.latency if exchange else UNMEASURED_LATENCY,
-        exchange_row=row * per_byte,
-    )
+    return table, Overheads(*inside.tolist())
 
 
 PAIRS_SHARE = 0.1
@@ -239,6 +247,28 @@ def least_squares(columns: FloatArray, values: FloatArray) -> FloatArray:
                 best[list(chosen)] = solved
                 least = float(residual @ residual)
     return best
+
+
+def leave_out(
+    model: ProfiledModel, samples: Sequence[Sample], device: Device, folds: int = 8
+) -> dict[str, FloatArray]:
+    """By part, relative errors of predicted attention times (forward + backward) of samples that the fit has not seen:
+    shares and documents, each predicted by a fit to those of other folds, and shapes that no fit is made to."""
+    errors: dict[str, list[float]] = {}
+    fitted = [sample for sample in samples if sample["part"] in FITTED]
+    for fold in range(folds):
+        left_out = {id(s) for s in fitted[fold::folds]}
+        seen = [s for s in samples if id(s) not in left_out]
+        tested = [s for s in samples if id(s) in left_out or (fold == 0 and s["part"] == "held_out")]
+        if not tested:
+            continue
+        ways = [fit_way(model, seen, device, way) for way in WAYS]
+        for sample in tested:
+            total = sum(predicted(sample, *way) for way in ways)
+            errors.setdefault(sample["part"], []).append(
+                total / (sample["forward"][0] + sample["backward"][0]) - 1
+            )
+    return {part: np.array(relative) for part, relative in sorted(errors.items())}
 
 
 def pairs_table(
