@@ -22,6 +22,7 @@ from megatron.core import parallel_state
 from wlb_megatron.child import Child
 from wlb_megatron.dynamic.plan import GroupCost, Stage, StepPlan, fixed_groups, group_cost, token_ns
 from wlb_megatron.dynamic.plan_step import LATE, Outcome, outcomes, plan_step
+from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.plan import IterationPlan, PlanSummary
 from wlb_megatron.plugin.logs.prediction import PredictGroups, group_predictor
@@ -113,17 +114,18 @@ def training_plans(
 
 
 class GroupPlanner:
-    """Rank 0's planner of dynamic groups: a child, or this process once there is none any more."""
+    """Rank 0's planner of dynamic groups, a process. WlbError where it cannot start or does not answer."""
 
     def __init__(self, plan: Callable[..., Outcome]) -> None:
         """plan: dynamic.plan_step.plan_step with what stays the same in all iterations."""
-        self._plan = plan
         self._asked = False  # the child has not answered yet
-        self._child: Child | None = None
         try:
             self._child = Child(partial(outcomes, plan))
         except OSError as error:
-            self._give_up(error)
+            raise WlbError(
+                f"no process can be started to plan dynamic groups ({error}): see the memory and the limit of "
+                "processes of this node, or set --wlb-cp-mode fixed"
+            ) from None
 
     def plan(
         self,
@@ -133,30 +135,24 @@ class GroupPlanner:
         hurry: Callable[[], bool] = lambda: False,
     ) -> Outcome:
         """See dynamic.plan_step.plan_step. The fixed groups, marked late, if `hurry` says so before the child has
-        answered. Planned here if there is no child."""
-        request = {"tokens": tokens, "fixed": fixed, "budget": budget}
+        answered."""
+        outcome: Outcome | None = None
         try:
-            if self._child is not None:
-                outcome: Outcome | None = None
-                # Else it is still busy with an earlier iteration, for which it is too late.
-                if not self._asked or self._child.receive(hurry) is not None:
-                    self._child.send(request)
-                    outcome = self._child.receive(hurry)
-                    self._asked = outcome is None
-                # Nothing is predicted of the groups that are always ready.
-                return outcome or Outcome(fixed, LATE, predicted=1, fixed=1)
-        except (OSError, RuntimeError) as error:
-            self._give_up(error)
-        return self._plan(**request)
-
-    def _give_up(self, error: Exception) -> None:
-        if self._child is not None:
+            # Else it is still busy with an earlier iteration, for which it is too late.
+            if not self._asked or self._child.receive(hurry) is not None:
+                self._child.send({"tokens": tokens, "fixed": fixed, "budget": budget})
+                outcome = self._child.receive(hurry)
+                self._asked = outcome is None
+        except OSError as error:
             self._child.kill()
-        self._child, self._asked = None, False
-        print(
-            f"WARNING: wlb_megatron: the planning process does not answer ({error}); the training process plans groups",
-            flush=True,
-        )
+            raise WlbError(
+                f"the process that plans dynamic groups does not answer ({error}): see whether the node ran out of "
+                "memory, and start again from the last checkpoint"
+            ) from None
+        except RuntimeError as error:
+            raise RuntimeError(f"wlb_megatron: planning failed\n{error}") from None
+        # Nothing is predicted of the groups that are always ready.
+        return outcome or Outcome(fixed, LATE, predicted=1, fixed=1)
 
 
 def plan_groups(
