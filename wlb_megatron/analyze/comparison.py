@@ -413,7 +413,8 @@ def _faster_experts(job: Job, run: Run) -> list[str]:
         return []
     better = replace(experts, one_kernel=hopper or experts.one_kernel, fused_permutation=True)
     faster_model = replace(model, shape=replace(model.shape, experts=better))
-    faster = simulate(shards, faster_model, orders=job.orders(run.timed_plans), recomputed=run.recomputed)
+    orders = job.times(run.config).orders(run.timed_plans)
+    faster = simulate(shards, faster_model, orders=orders, recomputed=run.recomputed)
     gain = run.simulated.ns_per_token / faster.ns_per_token
     return [f"set {settings}: predicted to be {gain:.2f} times as fast"] if gain >= 1 + NOISE else []
 
