@@ -19,7 +19,7 @@ from wlb_megatron.simulator.job import Job
 from wlb_megatron.simulator.model import LayerModel
 from wlb_megatron.simulator.model_flags import SHAPES
 from wlb_megatron.workload.assumptions import Assumptions
-from wlb_megatron.workload.model import Layout
+from wlb_megatron.workload.model import Experts, Layout
 
 pytestmark = pytest.mark.usefixtures("quick_thresholds")
 
@@ -138,3 +138,13 @@ def test_virtual_stages_that_are_tried_keep_out_chunks_that_they_cannot_train():
         "--fine-grained-activation-offloading over virtual stages"
     ]
     assert with_layout(moved, layout, 4).trainer == job.trainer
+
+
+def test_an_expert_is_cut_over_the_tensor_ranks_that_are_tried_unless_a_flag_says_over_how_many():
+    shape = replace(SHAPES["550M"], experts=Experts(count=8, ffn=512))
+    model = LayerModel(shape=shape, layout=Layout(data=4), assumptions=Assumptions())
+    sizes = {"window": 8192, "micro_batches": 4, "iterations": 4, "warm_up": 2, "seed": 3}
+    tried = replace(model.layout, tensor=2, data=2)
+    for given, cut_over in ((None, 2), (1, 1)):
+        job = Job(model=model, **sizes, trainer=Trainer(stages=1, experts=8, expert_tensor=given))
+        assert with_layout(job, tried, 4).model.shape.experts.tensor == cut_over

@@ -226,7 +226,11 @@ def with_layout(job: Job, layout: Layout, micro_batches: int) -> Job:
     trainer = replace(
         job.trainer, stages=layout.pipeline, tensor=layout.tensor, interleaves=layout.virtual > 1
     )
-    return replace(job, model=replace(job.model, layout=layout), micro_batches=micro_batches, trainer=trainer)
+    shape = job.model.shape
+    if shape.experts is not None and trainer.expert_tensor is None:  # then Megatron takes the other's size
+        shape = replace(shape, experts=replace(shape.experts, tensor=layout.tensor))
+    model = replace(job.model, shape=shape, layout=layout)
+    return replace(job, model=model, micro_batches=micro_batches, trainer=trainer)
 
 
 def layouts(start: Candidate) -> Iterator[Candidate]:
