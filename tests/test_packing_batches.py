@@ -105,10 +105,10 @@ def test_batches_are_decreased_as_megatrons_calculator_decreases_them():
 
 def test_a_ramp_that_megatron_would_ignore_becomes_its_step_schedule():
     arguments = {"rampup_batch_size": ["2", "2", "100"], "global_batch_size": 6, "seq_length": 64}
-    text = flags_give(step_batch_size_schedule=None, **arguments).ramp_as_steps()
+    text = flags_give(step_batch_size_schedule=None, **arguments).ramp
     assert text == "0:2 3200:4 6400:6"
     sizes = flags_give(step_batch_size_schedule=text, **arguments)
-    assert sizes.schedule.steps == ((0, 2), (50, 4), (100, 6)) and sizes.ramp_as_steps() is None
+    assert sizes.schedule.steps == ((0, 2), (50, 4), (100, 6)) and sizes.ramp is None
 
 
 @pytest.mark.parametrize(

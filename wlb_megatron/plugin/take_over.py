@@ -186,7 +186,7 @@ def _lacks_context_parallelism(args: Any) -> bool:
 
 
 def _set_what_plans_need(args: Any, job: TrainingJob) -> None:
-    if (steps := job.batches.ramp_as_steps()) is not None:
+    if (steps := job.batches.ramp) is not None:
         why = "Megatron parses --rampup-batch-size but ignores it"
         _set(args, "step_batch_size_schedule", steps, why)
     why = "micro-batches differ in tokens, so the loss is summed per token"

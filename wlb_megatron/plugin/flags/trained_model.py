@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from wlb_megatron.refusals import delta_nets
@@ -112,9 +112,6 @@ class TrainedModel:
             stage_patterns=stage_patterns,
             depth_layers=depth_layers,
         )
-
-    def with_vocabulary(self, rows: int) -> TrainedModel:
-        return replace(self, vocabulary=rows, shape=replace(self.shape, vocab=rows))
 
     @property
     def layer_parameters(self) -> int:

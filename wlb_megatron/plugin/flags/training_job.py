@@ -188,7 +188,8 @@ class TrainingJob:
 
     def with_vocabulary(self, rows: int) -> TrainingJob:
         """The same once the tokenizer is built, which Megatron does after the flags are checked."""
-        return replace(self, model=self.model.with_vocabulary(rows))
+        shape = replace(self.model.shape, vocab=rows)
+        return replace(self, model=replace(self.model, vocabulary=rows, shape=shape))
 
 
 def _recomputed_blocks(args: Any) -> int | None:
@@ -284,8 +285,8 @@ class BatchSizes:
 
     window: tokens, --seq-length. schedule: sizes of a global batch over all ranks, by consumed samples. evaluated: size
     of an evaluation iteration over all ranks. micro_batch_size, evaluated_micro_batch_size: the mean, in training and
-    in evaluation. stepped: --step-batch-size-schedule gives the sizes. ramped: --rampup-batch-size does, which Megatron
-    parses but does not train by.
+    in evaluation. stepped: --step-batch-size-schedule gives the sizes. ramp: a --rampup-batch-size, which Megatron
+    parses but does not train by, as such a schedule (in tokens).
     """
 
     window: int
@@ -294,7 +295,7 @@ class BatchSizes:
     micro_batch_size: int = 1
     evaluated_micro_batch_size: int = 1
     stepped: bool = False
-    ramped: bool = False
+    ramp: str | None = None
 
     @classmethod
     def of(cls, args: Any) -> BatchSizes:
@@ -305,14 +306,17 @@ class BatchSizes:
         if _decreased(args):
             evaluated -= evaluated % (args.data_parallel_size * evaluated_micro_batch_size)
         stepped = getattr(args, "step_batch_size_schedule", None) is not None
+        schedule, ramp = _schedule(args, micro_batch_size), None
+        if not stepped and getattr(args, "rampup_batch_size", None) is not None:
+            ramp = " ".join(f"{samples * args.seq_length}:{size}" for samples, size in schedule.steps)
         return cls(
             window=args.seq_length,
-            schedule=_schedule(args, micro_batch_size),
+            schedule=schedule,
             evaluated=evaluated,
             micro_batch_size=micro_batch_size,
             evaluated_micro_batch_size=evaluated_micro_batch_size,
             stepped=stepped,
-            ramped=not stepped and getattr(args, "rampup_batch_size", None) is not None,
+            ramp=ramp,
         )
 
     @property
@@ -324,12 +328,6 @@ class BatchSizes:
     def evaluated_window(self) -> int:
         """The same in evaluation."""
         return self.window * self.evaluated_micro_batch_size
-
-    def ramp_as_steps(self) -> str | None:
-        """A ramp as --step-batch-size-schedule (in tokens, as Megatron reads it); None without one."""
-        if not self.ramped:
-            return None
-        return " ".join(f"{samples * self.window}:{size}" for samples, size in self.schedule.steps)
 
 
 def _schedule(args: Any, micro_batch_size: int) -> BatchSchedule:
