@@ -85,6 +85,8 @@ WRONG: dict[str, str] = {
     "--wlb-max-documents 0": "max-documents",
     "--wlb-document-cost -1": "document-cost",
     "--wlb-profile nothing.json": "nothing.json",
+    "--spec no.such.module stack": "--spec no.such.module stack: no such module or attribute",
+    "--spec wlb_megatron.errors stack": "--spec wlb_megatron.errors stack: no such module or attribute",
     "--wlb-no-such-flag": "error: unrecognized arguments: --wlb-no-such-flag$",
     "--wlb-max-token 96": "unrecognized arguments: --wlb-max-token 96 .did you mean --wlb-max-tokens",
     "--seq-lenght 64": "did you mean --seq-length",

@@ -162,6 +162,7 @@ def _open(args: Any) -> tuple[TrainingJob, dict[str, Source]]:
         if dry and from_flags.gpu_memory is None:
             from_flags = replace(from_flags, gpu_memory=ASSUMED_GIB)
         refuse_unsupported(args, from_flags)
+        _refuse_unknown_spec(args.spec)
         job = TrainingJob.of(args, from_flags)
         job = job.with_config(complete(job))
         refuse_other_form(job.model.depths)
@@ -176,6 +177,20 @@ def _open(args: Any) -> tuple[TrainingJob, dict[str, Source]]:
         return job, open_sources(job)
     except ValueError as error:  # WlbErrors, and settings that do not fit together
         raise RefusedHere(name_flag(str(error), args, PREFIX)) from None
+
+
+def _refuse_unknown_spec(spec: list[str] | None) -> None:
+    """Megatron logs that it cannot import a --spec, and a HybridModel then trains with the default layers."""
+    from megatron.core.transformer.spec_utils import import_module
+
+    try:
+        found = spec is None or import_module(spec) is not None
+    except (KeyError, ValueError):
+        found = False
+    if not found:
+        raise Refused(
+            f"--spec {' '.join(spec or ())}: no such module or attribute; see its name and PYTHONPATH"
+        )
 
 
 def _lacks_context_parallelism(args: Any) -> bool:
