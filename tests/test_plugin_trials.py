@@ -137,7 +137,7 @@ def test_this_megatron_is_tried_and_a_copy_that_halves_an_output_is_refused(tmp_
     said = done.stdout.splitlines()[-1]
     # Halved, a deferred loss would be lost, which ends the check before it compares gradients.
     assert "its sources are none of those tried" in said
-    assert "2 have begun their losses and 0 run them" in said
+    assert "of 2 micro-batches 0 have run their losses" in said
 
 
 def test_the_digest_is_of_the_files_that_are_imported(monkeypatch, tmp_path):
