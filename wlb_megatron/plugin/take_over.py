@@ -217,17 +217,19 @@ def _set_what_plans_need(args: Any, job: TrainingJob) -> None:
     # Megatron clears this in validate_args; shapes then come from the plan, not from an exchange.
     # (allgather refuses it where the model is built; see spec.prepare_model.)
     args.variable_seq_lengths = not args.num_experts or args.moe_token_dispatcher_type != "allgather"
+    experts = job.model.shape.experts
     if args.num_experts is None:  # asked of every model with variable lengths; no experts here
         args.moe_token_dispatcher_type = "alltoall"
-    elif KEPT_CHOICES not in os.environ:
+    elif experts is not None and not experts.one_kernel and KEPT_CHOICES not in os.environ:
         os.environ[KEPT_CHOICES] = "200000"
         say(f"sets {KEPT_CHOICES}=200000: experts' matrix products differ in size between micro-batches")
 
 
 KEPT_CHOICES = "CUBLASLT_HEURISTICS_CACHE_CAPACITY"
 """For how many sizes cuBLAS remembers the best kernel, 8192 by default. It reads this at its first product. An expert's
-number of tokens is another in each micro-batch, and choosing again takes the host 0.1 ms an expert and layer
-(docs/measured.md, Steps with experts). 200,000 sizes take 86 MiB of a rank's host memory."""
+number of tokens is another in each micro-batch, and choosing again takes the host 0.1 ms an expert and layer, unless
+one kernel multiplies all experts (docs/measured.md, Steps with experts). 200,000 sizes take 86 MiB of a rank's host
+memory."""
 
 
 def _refuse_misfits(job: TrainingJob) -> None:
