@@ -107,7 +107,7 @@ def test_the_environment_says_whether_one_kernel_multiplies_all_experts(command,
         chunks |= {*re.findall("documents in chunks.*", out)}
         if number == 0:
             gain = float(re.search(r"predicted to be ([\d.]+) times", out)[1])  # type: ignore[index]
-    assert steps[0] == steps[2] == steps[3] != steps[1] and gain > 1.2
+    assert steps[0] == steps[2] == steps[3] != steps[1] and gain > 1.05
     assert len(chunks) == 1, "ranks plan alike though their environments differ"
     monkeypatch.setenv(ONE_KERNEL, "1")
     _, out, _ = command(f"{own} {experts} --moe-grouped-gemm")

@@ -247,11 +247,11 @@ def test_a_schedule_of_another_order_than_planned_ends_the_step(stages, chunks):
     line = (
         r"forward of micro-batch 0 in model chunk 1 out of turn: this Megatron's schedule .* --wlb-chunks off"
     )
-    with pytest.raises(RuntimeError, match=line), grouped_steps.running((1, 3, 2), 6, chunks):
+    with pytest.raises(RuntimeError, match=line), grouped_steps.running((1, 3, 2), chunks):
         for chunk in (0, 1):
             loop.forward(None, None, None, 6, torch.ones(8, requires_grad=True), vp_stage=chunk)
     line = "backward of micro-batch 5 in model chunk 0 out of turn"
-    with pytest.raises(RuntimeError, match=line), grouped_steps.running((6,), 6):
+    with pytest.raises(RuntimeError, match=line), grouped_steps.running((6,)):
         loop.backward("the oldest", "the oldest", 0, loop.config)
 
 
