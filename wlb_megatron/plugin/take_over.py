@@ -7,6 +7,7 @@ gets a TrainingJob.
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import inspect
 import os
@@ -265,19 +266,30 @@ def check_outputs(config: WlbConfig) -> None:
     last = int(os.environ.get("RANK", "0")) == int(os.environ.get("WORLD_SIZE", "1")) - 1
     if not last and not config.dry_run:
         return
-    for flag, name in (("--wlb-log", config.log), ("--wlb-trace", config.trace)):
-        if name is None:
-            continue
-        path, existed = Path(name), os.path.exists(name)
+    for flag, name, probe in (("--wlb-log", config.log, _appended), ("--wlb-trace", config.trace, _replaced)):
         try:
-            path.open("ab").close()
-            if not existed:
-                path.unlink()
+            if name is not None:
+                probe(Path(name))
         except OSError as error:
             raise RefusedHere(
                 f"{flag} {name}: the last rank cannot write it ({error.strerror}); give a path "
                 "in a folder that it can write to"
             ) from None
+
+
+def _appended(path: Path) -> None:
+    if not path.exists():
+        return _replaced(path)
+    with path.open("ab"):
+        pass
+
+
+def _replaced(path: Path) -> None:
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    probe = path.with_name(f".{path.name}.{os.getpid()}.probe")
+    probe.open("xb").close()
+    probe.unlink()
 
 
 LEAST = {

@@ -31,6 +31,9 @@ CURE = (
     "--seed or --seq-length they begin an epoch), and new ones begin"
 )
 
+DAMAGE = (LookupError, TypeError, AttributeError, ArithmeticError, StopIteration)
+"""What reading a damaged state raises, beside ValueError."""
+
 
 @dataclass(slots=True)
 class PackingStates:
@@ -70,13 +73,13 @@ def _digest(text: str) -> str:
 
 
 def _opened(saved: Any) -> dict[str, Any]:
-    """The state of such a text; empty if it is damaged, or of a release before, which had no digests."""
+    """The state of such a text; empty if it is damaged. States of releases before have no digest."""
     try:
         state = json.loads(saved)
-        digest = state.pop(_DIGEST)
-    except (TypeError, ValueError, AttributeError, KeyError):
+        digest = state.pop(_DIGEST, None)
+    except (TypeError, ValueError, AttributeError):
         return {}
-    return state if digest == _digest(json.dumps(state)) else {}
+    return state if digest is None or digest == _digest(json.dumps(state)) else {}
 
 
 def wrap_generate_state_dict(original: Original, args: Any, *positional: Any, **kwargs: Any) -> Any:
@@ -199,7 +202,7 @@ def _continue(source: Source, loaded_at: LoadedAt) -> list[str]:
     try:
         carried = take_up(planner, micro_batches, state["planner"], next_epoch=not changed)
         return [began_at, *_lines_of(carried)]
-    except (KeyError, ValueError):  # damaged, so that it is empty, or of another version
+    except (ValueError, *DAMAGE):
         planner.stream.load_state(unmoved)
         planner.begin_at(micro_batches)
         return [began_at, "its state cannot be read: all corpora begin, and what waited is not known"]
@@ -218,15 +221,16 @@ def _length_kept(source: Source, before: dict[str, Any]) -> list[str]:
 
 def _load(source: Source, state: dict[str, Any], loaded_at: LoadedAt) -> str:
     """Load the state; what of it does not fit this run, empty if all does."""
-    if not state:
-        return "the packing state is damaged, or of an earlier release: resume from another checkpoint"
     settings = _settings_of(source)
-    if changed := changes(state["settings"], settings, lambda name: f"--wlb-{name.replace('_', '-')}"):
-        return f"cannot resume with another cost model: {'; '.join(changed)}; set them as before"
     try:
+        changed = changes(state["settings"], settings, lambda name: f"--wlb-{name.replace('_', '-')}")
+        if changed:
+            return f"cannot resume with another cost model: {'; '.join(changed)}; set them as before"
         source.planner.load_state(state["planner"])
     except ValueError as error:
         return str(error)
+    except DAMAGE:
+        return "the packing state is damaged: resume from another checkpoint"
     micro_batch_size = source.job.batches.micro_batch_size
     samples = source.planner.samples * micro_batch_size
     if source.planner.samples == loaded_at.samples // micro_batch_size:
