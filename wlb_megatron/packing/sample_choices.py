@@ -103,7 +103,8 @@ def _predicted(job: PackingJob, sample: Sequence[int], limits: Limits, make_whol
     mean = int(lengths.sum()) / len(lengths)
     fill = max(1, int(AT_ONCE * mean) // limits.window)  # so many windows
     windows = min(limits.bins // ranks.dp, fill)
-    dp = min(ranks.dp, max(1, fill // windows))
+    # The packer's own law is of one rank: others would cost each rank seconds at start.
+    dp = 1 if job.times is None else min(ranks.dp, max(1, fill // windows))
     few_limits, few_ranks = replace(limits, bins=windows * dp), ranks._replace(dp=dp)
     packers = (
         ChunkPacker(cost, few_limits, few_ranks, per_window=per_window_of(job.config)),

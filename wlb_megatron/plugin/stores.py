@@ -95,11 +95,12 @@ def share_failures() -> None:
 
 
 def tell_failure(line: str) -> None:
-    """Leave the reason why this rank ends for the others."""
+    """Leave the reason why this rank ends for the others, unless one has: it may be the reason for this one's."""
     store = part(Stores).failures
     if store is not None:
         with contextlib.suppress(RuntimeError):  # rank 0, which serves the store, has ended before
-            store.set(_LINE, f"rank {dist.get_rank()} on {socket.gethostname()} has ended: {line}")
+            if not store.check([_LINE]):
+                store.set(_LINE, f"rank {dist.get_rank()} on {socket.gethostname()} has ended: {line}")
 
 
 def with_others_lines(run: Callable[[], Result]) -> Result:

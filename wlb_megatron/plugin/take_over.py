@@ -185,8 +185,9 @@ def _refuse_unknown_spec(spec: list[str] | None) -> None:
     from megatron.core.transformer.spec_utils import import_module
 
     try:
-        found = spec is None or import_module(spec) is not None
-    except (KeyError, ValueError):
+        # A script's own model provider may handle "local", as Megatron's help says of this flag.
+        found = spec in (None, ["local"]) or import_module(spec) is not None
+    except (ImportError, KeyError, ValueError):
         found = False
     if not found:
         raise Refused(

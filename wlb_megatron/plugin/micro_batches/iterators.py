@@ -199,7 +199,7 @@ class WholeSetIterator(MicroBatchIterator):
         self._iterations = iterations
 
     def __len__(self) -> int:
-        """Plans them all. Megatron asks at its start."""
+        """Plans them all. Megatron asks at its start with several sets, else the first evaluation does."""
         self._iterations = list(self._iterations)
         return len(self._iterations)
 
