@@ -59,6 +59,10 @@ def rank_error(size: int, meeting: str, rank: int) -> float:
     torch.cuda.set_device(rank)
     capability = torch.cuda.get_device_capability()
     name, _ = kernel_choice.chosen("auto", kernel_choice.Layer(DIM, DIM, True, capability=capability))
+    if name == "cudnn":
+        from wlb_megatron.attention.kernels.te_backend import refuse_unfit
+
+        refuse_unfit(DIM, capability)
     kernels, dtype = kernel_choice.kernels(name), torch.bfloat16
     dist.init_process_group("nccl", init_method=f"file://{meeting}", world_size=size, rank=rank)
     # The right outputs and gradients, one document at a time in fp64.
