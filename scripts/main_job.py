@@ -22,6 +22,7 @@ import numpy as np
 from scripts.environment import ROOT, cpu_environment
 from scripts.megatron_job import build_python_corpus, run_job
 from scripts.warm_ranks import WarmRanks
+from wlb_megatron.errors import fatal
 
 STAGES, PROCESSES = 2, 4
 RUNS = {
@@ -189,4 +190,7 @@ def simulate_on_gpus(options: argparse.Namespace) -> dict[str, tuple[float, floa
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except OSError as error:  # --out, most often
+        raise SystemExit(fatal(str(error))) from None

@@ -15,6 +15,7 @@ from scripts.environment import ROOT, cpu_environment
 from scripts.megatron_job import run_job
 from scripts.sft_conversations import build
 from scripts.warm_ranks import WarmRanks
+from wlb_megatron.errors import fatal
 
 PROCESSES = 2
 
@@ -65,4 +66,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except OSError as error:  # --out, most often
+        raise SystemExit(fatal(str(error))) from None

@@ -85,6 +85,7 @@ WRONG: dict[str, str] = {
     "--wlb-max-documents 0": "max-documents",
     "--wlb-document-cost -1": "document-cost",
     "--wlb-profile nothing.json": "nothing.json",
+    "--wlb-dry-run --wlb-world-size 8": "start the script by python -m wlb_megatron.launch",
     "--spec no.such.module stack": "--spec no.such.module stack: no such module or attribute",
     "--spec wlb_megatron.errors stack": "--spec wlb_megatron.errors stack: no such module or attribute",
     "--wlb-no-such-flag": "error: unrecognized arguments: --wlb-no-such-flag$",

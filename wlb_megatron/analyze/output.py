@@ -284,7 +284,8 @@ def _verdict(analysis: Analysis) -> list[str]:
         noise = f"{NOISE:.0%}".replace("%", " %")
         return [
             *lines,
-            f"not worth it: nothing tried is predicted to gain {noise} over arrival order by token",
+            f"not worth it{' with the job as given' if analysis.searched else ''}: nothing tried is predicted to gain "
+            f"{noise} over arrival order by token",
         ]
     condition = "" if gain.alone is None else ", with all parts above it in the last table"
     speeds = f"{gain.by_token:.3f} by token, {gain.equal_work:.3f} at equal work"

@@ -102,6 +102,9 @@ def wrap_validate_args(original: Original, args: Any, defaults: dict[str, Any] |
     """validate_args that then refuses what is not handled, opens the corpus, and sets what the plugin needs."""
     if not args.wlb_off and (problem := too_small(args)):
         refuse(problem)
+    world = os.environ.get("WORLD_SIZE")
+    if args.wlb_dry_run and (world is None or args.wlb_world_size not in (None, int(world))):
+        refuse("wlb_megatron refuses --wlb-dry-run here: start the script by python -m wlb_megatron.launch")
     if not args.wlb_off and args.wlb_train_epochs is not None:
         if by_step := [name for name in ("lr_warmup_iters", "lr_decay_iters") if getattr(args, name, None)]:
             flag = f"--{by_step[0].replace('_', '-')}"
