@@ -90,8 +90,6 @@ def chunks_of_a_document(ranks: list[dict[str, Any]]) -> int:
 @pytest.mark.parametrize("name", ROWS)
 def test_losses_and_gradients_equal_the_single_process(name, corpus, single, tmp_path):
     processes, layout, model = ROWS[name]
-    if "--mtp" in model and megatron_version() < "0.19":
-        pytest.skip("wheels before build no multi-token prediction")
     ranks = run(corpus, tmp_path, processes, f"{layout} {model} {CHUNKS}")
     assert chunks_of_a_document(ranks) >= 2
     check_alike(single(TRAINED, model, WHOLE), ranks, ITERATIONS, numbers(ranks))

@@ -150,9 +150,8 @@ def print_analysis(analysis: Analysis) -> None:
     rows = [
         row for row in rows if any(set(cell) & set("123456789") for cell in row[1:])
     ]  # else it tells nothing
-    if (
-        abs(analysis.after.long_weight - 1) >= 0.005
-    ):  # if steps decide, tokens of long documents weigh unlike others
+    # If steps decide, tokens of long documents weigh unlike others.
+    if abs(analysis.after.long_weight - 1) >= 0.005:
         weights = [f"{result['long_documents_weight']:.2f}" for result in results]
         rows.append(["weight of a long document's tokens", *weights])
     print_table(
